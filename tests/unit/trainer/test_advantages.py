@@ -1,0 +1,89 @@
+"""Advantage estimators against numbers worked out by hand, in float64. B samples, R response tokens."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions
+from trainer.config import ADVANTAGE_ESTIMATORS
+
+
+def inputs(rewards: list[float], groups: list[int], lengths: list[int] | None = None) -> AdvantageInputs:
+    lengths = lengths or [2] * len(rewards)
+    mask_BR = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).double()
+    rewards_BR = torch.zeros_like(mask_BR)
+    for row, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
+        rewards_BR[row, length - 1] = reward
+    return AdvantageInputs(token_rewards_BR=rewards_BR, mask_BR=mask_BR, group_B=torch.tensor(groups))
+
+
+def advantages(name: str, given_inputs: AdvantageInputs, **options: bool) -> torch.Tensor:
+    return ESTIMATORS[name](given_inputs, AdvantageOptions(**options)).advantages_BR
+
+
+def close(found: torch.Tensor, expected: list[list[float]]) -> None:
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_the_config_names_exactly_the_estimators_that_exist() -> None:
+    assert set(ADVANTAGE_ESTIMATORS) == set(ESTIMATORS)
+
+
+def test_grpo_divides_by_the_unbiased_standard_deviation() -> None:
+    a = 0.5 / (math.sqrt(1 / 3) + 1e-6)  # rewards 1, 0, 1, 0: mean 1/2, squares 4 * 1/4, over n - 1 = 3
+    close(advantages("grpo", inputs([1, 0, 1, 0], [7, 7, 7, 7], [1, 2, 2, 1])), [[a, 0], [-a, -a], [a, a], [-a, 0]])
+
+
+def test_dr_grpo_leaves_the_division_out() -> None:
+    found = advantages("grpo", inputs([3, 0, 0], [1, 1, 1]), norm_by_std=False)
+    close(found, [[2, 2], [-1, -1], [-1, -1]])
+
+
+def test_a_grpo_group_of_one_has_mean_zero_and_deviation_one() -> None:
+    close(advantages("grpo", inputs([5], [0])), [[5 / (1 + 1e-6)] * 2])
+    close(advantages("grpo", inputs([5], [0]), norm_by_std=False), [[5, 5]])
+
+
+def test_groups_with_any_numbers_do_not_mix() -> None:
+    found = advantages("grpo", inputs([1, 10, 3, 30], [900, -4, 900, -4]), norm_by_std=False)
+    close(found, [[-1, -1], [-10, -10], [1, 1], [10, 10]])
+
+
+def test_rloo_takes_the_mean_of_the_others_as_baseline() -> None:
+    close(advantages("rloo", inputs([3, 0, 6], [1, 1, 1])), [[0, 0], [-4.5, -4.5], [4.5, 4.5]])
+    close(advantages("rloo", inputs([3], [1])), [[3, 3]])
+
+
+def test_reinforce_gives_the_return_to_go() -> None:
+    mask_BR = torch.tensor([[1, 0, 1]]).double()
+    rewards_BR = torch.tensor([[-0.5, 0.0, 2.0]]).double()
+    given_inputs = AdvantageInputs(token_rewards_BR=rewards_BR, mask_BR=mask_BR, group_B=torch.tensor([0]))
+    close(advantages("reinforce", given_inputs), [[1.5, 0, 2]])
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 6, 7, 8])
+def test_equal_rewards_give_exactly_zero_in_float32(size: int) -> None:
+    rewards_BR = torch.full((size, 1), 0.1)
+    given_inputs = AdvantageInputs(
+        token_rewards_BR=rewards_BR, mask_BR=torch.ones_like(rewards_BR), group_B=torch.zeros(size, dtype=torch.int64)
+    )
+    for name in ("grpo", "rloo"):
+        assert not advantages(name, given_inputs).any()
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    samples=st.lists(st.tuples(st.floats(-5, 5), st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=12),
+    data=st.data(),
+)
+def test_a_permutation_of_samples_permutes_the_advantages(
+    samples: list[tuple[float, int, int]], data: st.DataObject
+) -> None:
+    order = data.draw(st.permutations(range(len(samples))))
+    for name in ESTIMATORS:
+        straight = advantages(name, inputs(*map(list, zip(*samples, strict=True))))
+        shuffled = advantages(name, inputs(*map(list, zip(*[samples[i] for i in order], strict=True))))
+        torch.testing.assert_close(shuffled, straight[order], rtol=1e-6, atol=1e-6)

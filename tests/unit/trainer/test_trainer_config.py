@@ -1,0 +1,52 @@
+"""The trainer's config: what it refuses, and how it says so."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from trainer.config import AlgorithmConfig, CheckpointConfig, OptimizerConfig, TrainerConfig
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"adv_estimator": "grp"}, "did you mean 'grpo'.*existing: grpo, rloo, reinforce"),
+        ({"loss": "decopled"}, "did you mean 'decoupled'"),
+        ({"kl_use": "loss"}, "set kl_coef > 0"),
+        ({"kl_coef": 0.1}, "set kl_use to"),
+        ({"kl_use": "reward", "kl_coef": 0.1, "kl_estimator": "k3+"}, "drop the \\+"),
+        ({"old_logprobs": "behaviour"}, "set old_logprobs='proximal'"),
+        ({"loss_scale_factor": 8}, "seq-mean-token-sum-norm"),
+        ({"clip_lo": 0.1}, "Extra inputs"),
+    ],
+)
+def test_an_algorithm_that_does_not_hold_together_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        AlgorithmConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"schedule": "cosine"}, "needs total_steps"),
+        ({"min_lr_ratio": 0.1}, "does nothing with schedule='constant'"),
+        ({"schedule": "linear", "total_steps": 5, "warmup_steps": 5}, "must exceed"),
+        ({"betas": (0.9, 1.0)}, "must lie in"),
+    ],
+)
+def test_an_optimizer_that_does_not_hold_together_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        OptimizerConfig(**fields)
+
+
+def test_every_field_says_what_it_means() -> None:
+    for section in (AlgorithmConfig, OptimizerConfig, CheckpointConfig, TrainerConfig):
+        assert [name for name, field in section.model_fields.items() if not field.description] == []
+
+
+def test_the_config_imports_neither_torch_nor_numpy() -> None:
+    code = "import sys, trainer.config; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

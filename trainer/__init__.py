@@ -1,0 +1,1 @@
+"""The trainer room: reference -> advantage -> step -> weights. Knows nothing of gRPC."""

@@ -1,0 +1,160 @@
+"""The trainer's settings: what the run's YAML may say under `trainer`. Imports pydantic only.
+
+`TrainerConfig` holds `AlgorithmConfig`, `OptimizerConfig` and `CheckpointConfig`. The tuples below name what exists;
+a test holds them to the dictionaries in `trainer.advantages` and `trainer.losses`.
+"""
+
+import difflib
+from collections.abc import Callable
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce")
+POLICY_LOSSES = ("vanilla", "decoupled")
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+
+def _one_of(kind: str, names: tuple[str, ...]) -> Callable[[str], str]:
+    def check(value: str) -> str:
+        if value in names:
+            return value
+        nearest = difflib.get_close_matches(value, names, n=1)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        raise ValueError(f"unknown {kind} {value!r}; {hint}existing: {', '.join(names)}")
+
+    return check
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AlgorithmConfig(_Section):
+    """Which estimator, which loss, and their numbers."""
+
+    adv_estimator: Annotated[str, AfterValidator(_one_of("advantage estimator", ADVANTAGE_ESTIMATORS))] = Field(
+        default="grpo", description="advantage estimator, a name in trainer.advantages.ESTIMATORS"
+    )
+    norm_adv_by_std: bool = Field(
+        default=True, description="divide group advantages by the group's standard deviation; false gives Dr.GRPO"
+    )
+    loss: Annotated[str, AfterValidator(_one_of("policy loss", POLICY_LOSSES))] = Field(
+        default="decoupled", description="policy loss, a name in trainer.losses.LOSSES"
+    )
+    old_logprobs: Literal["proximal", "behaviour"] = Field(
+        default="proximal",
+        description="denominator of the PPO ratio: the trainer's own logprobs from before the batch's first update, "
+        "or the engine's logprobs as they came (one forward less, and the clip then bounds the staleness too)",
+    )
+    clip_low: float = Field(default=0.2, gt=0, le=1, description="PPO ratio is clipped below at 1 - clip_low")
+    clip_high: float = Field(default=0.2, gt=0, description="PPO ratio is clipped above at 1 + clip_high")
+    clip_dual: float = Field(default=3.0, gt=1, description="bound on ratio where the advantage is negative")
+    loss_aggregation: Annotated[str, AfterValidator(_one_of("loss aggregation", AGGREGATIONS))] = Field(
+        default="token-mean", description="how per-token losses become one number"
+    )
+    loss_scale_factor: float | None = Field(
+        default=None,
+        gt=0,
+        description="divisor of seq-mean-token-sum-norm, in tokens; null: widest response of the batch",
+    )
+    kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the reference policy")
+    kl_use: Literal["none", "loss", "reward"] = Field(
+        default="none", description="where the KL goes: nowhere, a loss term, or subtracted from token rewards"
+    )
+    kl_estimator: Annotated[str, AfterValidator(_one_of("KL estimator", KL_ESTIMATORS))] = Field(
+        default="k3", description="per-token KL estimator; + takes the gradient of k2"
+    )
+    entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
+    importance_cap: float | None = Field(
+        default=2.0, gt=0, description="upper bound of the proximal/behaviour weight (TIS); null: not truncated"
+    )
+    temperature: float = Field(
+        default=1.0, gt=0, description="divides the logits; must equal the sampling temperature of the rollout"
+    )
+    epochs: int = Field(default=1, ge=1, description="passes over each batch")
+    minibatches: int = Field(default=1, ge=1, description="optimizer updates per pass over the batch")
+    skip_zero_advantage: bool = Field(
+        default=True,
+        description="leave samples whose gradient is exactly zero out of forward and backward; their logprobs, ratios, "
+        "entropy and KL are then missing from the step's means",
+    )
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        if self.kl_use != "none" and self.kl_coef == 0:
+            raise ValueError(f"kl_use={self.kl_use!r} does nothing with kl_coef=0: set kl_coef > 0 or kl_use='none'")
+        if self.kl_use == "none" and self.kl_coef > 0:
+            raise ValueError(
+                f"kl_coef={self.kl_coef} does nothing with kl_use='none': set kl_use to 'loss' or 'reward'"
+            )
+        if self.kl_use == "reward" and self.kl_estimator.endswith("+"):
+            raise ValueError(
+                f"kl_estimator={self.kl_estimator!r} changes a gradient, and a reward has none: drop the +"
+            )
+        if self.loss == "decoupled" and self.old_logprobs == "behaviour":
+            raise ValueError("loss='decoupled' keeps proximal and behaviour apart: set old_logprobs='proximal'")
+        if self.loss_scale_factor is not None and self.loss_aggregation != "seq-mean-token-sum-norm":
+            raise ValueError("loss_scale_factor needs loss_aggregation='seq-mean-token-sum-norm'")
+        return self
+
+
+class OptimizerConfig(_Section):
+    """AdamW and its learning-rate schedule; a schedule step is one training step, however many updates it makes."""
+
+    lr: float = Field(default=1e-6, gt=0, description="peak learning rate")
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="decay of the first and second moments")
+    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(default=0.01, ge=0, description="decoupled weight decay, times lr, per update")
+    warmup_steps: int = Field(default=0, ge=0, description="training steps of linear warm-up; the first has lr 0")
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="shape after warm-up")
+    total_steps: int | None = Field(default=None, ge=1, description="training steps until min_lr_ratio is reached")
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="final learning rate as a share of lr")
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="gradient 2-norm is clipped to this; null: not")
+
+    @model_validator(mode="after")
+    def _schedule_is_whole(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas} must lie in [0, 1)")
+        if self.schedule != "constant" and self.total_steps is None:
+            raise ValueError(f"schedule={self.schedule!r} needs total_steps")
+        if self.schedule == "constant" and self.min_lr_ratio > 0:
+            raise ValueError("min_lr_ratio does nothing with schedule='constant'")
+        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
+            raise ValueError(f"total_steps={self.total_steps} must exceed warmup_steps={self.warmup_steps}")
+        return self
+
+
+class CheckpointConfig(_Section):
+    """When checkpoints are written and which are kept."""
+
+    every_steps: int = Field(default=50, ge=0, description="training steps between checkpoints; 0: only at the end")
+    keep_last: int = Field(default=3, ge=2, description="newest checkpoints that are kept")
+    keep_every: int = Field(default=0, ge=0, description="also keep each step divisible by this; 0: none")
+
+
+class TrainerConfig(_Section):
+    """The trainer room."""
+
+    model: str = Field(min_length=1, description="folder or Hugging Face id of the start model")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of weights and optimizer state")
+    device: str = Field(
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="auto (cuda when there is one), cpu, cuda, cuda:N",
+    )
+    attn_implementation: Annotated[
+        str, AfterValidator(_one_of("attention implementation", ATTENTION_IMPLEMENTATIONS))
+    ] = Field(default="sdpa", description="attention kernel of transformers")
+    max_tokens_per_microbatch: int = Field(
+        default=16384, ge=1, description="tokens, padding included, in one forward; a longer sample goes alone"
+    )
+    max_logits_mib: int = Field(default=256, ge=1, description="bound on one float32 [tokens, vocab] block, in MiB")
+    gradient_checkpointing: bool = Field(default=False, description="recompute activations in backward to save memory")
+    threads: int = Field(default=0, ge=0, description="CPU threads of torch; 0: as torch finds it")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of torch, numpy and python at start")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="estimator, loss and their numbers")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and pruning")

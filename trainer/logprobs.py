@@ -1,0 +1,100 @@
+"""Logprobs and entropies of chosen tokens, without a logits tensor over all positions.
+
+Dimensions: B samples, T tokens, N chosen positions of the flattened [B, T], D hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+EntropyMode: TypeAlias = Literal["none", "detached", "gradient"]
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """float32 (float64 for a float64 model), nats."""
+
+    logprobs_N: Tensor
+    entropy_N: Tensor | None
+
+
+class TokenScorer:
+    """Runs a causal language model and scores one target token at each chosen position.
+
+    Only chosen positions reach the output head, in blocks whose float32 [tokens, V] tensor stays under
+    `max_logits_mib`; with several blocks each is computed again in backward instead of being kept. A model that does
+    more to its logits than its head does (soft-capping, scaling) is found by a probe and run whole, with all logits.
+    """
+
+    def __init__(self, model: nn.Module, *, temperature: float = 1.0, max_logits_mib: int = 256) -> None:
+        self._model = model
+        self._temperature = temperature
+        self._max_logits_bytes = max_logits_mib * 2**20
+        self._body, self._head = _split(model)
+
+    def __call__(
+        self, input_ids_BT: Tensor, positions_N: Tensor, targets_N: Tensor, *, entropy: EntropyMode = "none"
+    ) -> TokenScores:
+        """Logprob of `targets_N` at the flat positions `positions_N`, i.e. given the tokens up to and with them."""
+        if self._body is None or self._head is None:
+            logits_BTV = self._model(input_ids=input_ids_BT, use_cache=False).logits
+            return _join([self._score(logits_BTV.flatten(0, 1).index_select(0, positions_N), targets_N, entropy)])
+        hidden_BTD = self._body(input_ids=input_ids_BT, use_cache=False).last_hidden_state
+        hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, positions_N)
+        return self._score_blocks(self._head, hidden_ND, targets_N, entropy)
+
+    def _score_blocks(self, head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, entropy: EntropyMode) -> TokenScores:
+        vocabulary = cast(Tensor, head.weight).shape[0]
+        rows = max(1, self._max_logits_bytes // (_FLOAT_BYTES * vocabulary))
+        if len(hidden_ND) <= rows:
+            return _join([self._score(head(hidden_ND), targets_N, entropy)])
+        parts = []
+        for hidden, targets in zip(torch.split(hidden_ND, rows), torch.split(targets_N, rows), strict=True):
+            if torch.is_grad_enabled():
+                parts.append(checkpoint(self._head_and_score, head, hidden, targets, entropy, use_reentrant=False))
+            else:
+                parts.append(self._head_and_score(head, hidden, targets, entropy))
+        return _join(parts)
+
+    def _head_and_score(
+        self, head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, entropy: EntropyMode
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._score(head(hidden_ND), targets_N, entropy)
+
+    def _score(self, logits_NV: Tensor, targets_N: Tensor, entropy: EntropyMode) -> tuple[Tensor, Tensor | None]:
+        logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+        if self._temperature != 1.0:
+            logits_NV = logits_NV / self._temperature
+        logprobs_NV = logits_NV.log_softmax(-1)
+        logprobs_N = logprobs_NV.gather(-1, targets_N[:, None]).squeeze(-1)
+        if entropy == "none":
+            return logprobs_N, None
+        with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
+            return logprobs_N, -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+
+
+def _join(parts: list[tuple[Tensor, Tensor | None]]) -> TokenScores:
+    if len(parts) == 1:
+        return TokenScores(logprobs_N=parts[0][0], entropy_N=parts[0][1])
+    entropies = [entropy for _, entropy in parts if entropy is not None]
+    return TokenScores(
+        logprobs_N=torch.cat([logprobs for logprobs, _ in parts]), entropy_N=torch.cat(entropies) if entropies else None
+    )
+
+
+@torch.no_grad()
+def _split(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """The body and the head of a causal language model, or None twice when head(body(x)) is not model(x)."""
+    body, head = getattr(model, "model", None), getattr(model, "lm_head", None)
+    if not isinstance(body, nn.Module) or not isinstance(head, nn.Linear):
+        return None, None
+    probe_BT = torch.arange(2, device=head.weight.device)[None]
+    whole_BTV = model(input_ids=probe_BT, use_cache=False).logits
+    parts_BTV = head(body(input_ids=probe_BT, use_cache=False).last_hidden_state)
+    if parts_BTV.shape == whole_BTV.shape and torch.allclose(parts_BTV, whole_BTV, rtol=1e-3, atol=1e-5):
+        return body, head
+    return None, None

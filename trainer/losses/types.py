@@ -1,0 +1,68 @@
+"""What a policy loss takes and gives. Dimensions: B samples of the micro-batch, R response tokens.
+
+A loss divides by the `Denominators` of the whole batch, so losses of micro-batches add up to the loss of the batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+
+from trainer.metrics import Metric
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denominators:
+    """Counts over the whole batch that one optimizer update sees, across micro-batches and ranks."""
+
+    tokens: float
+    """Response tokens that count."""
+    sequences: float
+    """Samples with at least one such token."""
+    width: float
+    """R of the whole batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """One micro-batch. Everything but `logprobs_BR` and `entropy_BR` is constant; padding holds zeros."""
+
+    logprobs_BR: Tensor
+    """Under the weights being trained; carries the gradient."""
+    old_logprobs_BR: Tensor
+    """Proximal policy: the denominator of the PPO ratio."""
+    behaviour_logprobs_BR: Tensor
+    """Under the policy that sampled."""
+    advantages_BR: Tensor
+    mask_BR: Tensor
+    denominators: Denominators
+    reference_logprobs_BR: Tensor | None = None
+    entropy_BR: Tensor | None = None
+    """Of the whole next-token distribution, nats; carries the gradient only when the entropy bonus is on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOptions:
+    """Numbers that losses read; each names those that it uses."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_dual: float = 3.0
+    aggregation: str = "token-mean"
+    loss_scale_factor: float | None = None
+    importance_cap: float | None = 2.0
+    kl_loss_coef: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOutputs:
+    """A scalar to call backward on, and detached metrics."""
+
+    loss: Tensor
+    metrics: dict[str, Metric]
+
+
+PolicyLoss: TypeAlias = Callable[[LossInputs, LossOptions], LossOutputs]

@@ -1,0 +1,63 @@
+"""AdamW, its learning-rate schedule and the clipped update."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from trainer.config import OptimizerConfig
+
+CLIP_EPSILON = 1e-6
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Fused AdamW over every parameter that takes a gradient, in the model's order."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(
+        parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+    )
+
+
+def learning_rate(position: int, config: OptimizerConfig) -> float:
+    """Learning rate of the training step with this number, from 0 on.
+
+    Warm-up: lr * position / warmup_steps. Then constant, or down to min_lr_ratio * lr at total_steps, along a line or
+    half a cosine, and constant from there.
+    """
+    if position < config.warmup_steps:
+        return config.lr * position / config.warmup_steps
+    if config.total_steps is None or config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (position - config.warmup_steps) / (config.total_steps - config.warmup_steps))
+    left = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
+
+
+def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The gradients that exist, in the optimizer's order."""
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def update(
+    optimizer: torch.optim.Optimizer, loss: Tensor, *, lr: float, max_grad_norm: float | None
+) -> tuple[float, bool]:
+    """Clips, steps and clears the gradients; gives the 2-norm before clipping, and whether the step was taken.
+
+    A loss or norm that is not finite takes no step and leaves weights and moments as they were.
+    """
+    norm_and_loss = torch.stack([get_total_norm(gradients(optimizer)), loss.detach()])
+    norm, value = norm_and_loss.tolist()
+    taken = math.isfinite(norm) and math.isfinite(value)
+    if taken:
+        if max_grad_norm is not None and norm + CLIP_EPSILON > max_grad_norm:
+            clip_grads_with_norm_(_parameters(optimizer), max_grad_norm, norm_and_loss[0])
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm, taken
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

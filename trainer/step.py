@@ -1,0 +1,221 @@
+"""One training step from trajectories to new weights.
+
+reward (- KL) -> advantages -> [ micro-batches -> forward, loss, backward ] -> clip -> AdamW -> metrics
+
+Dimensions: B samples, T tokens, R response tokens, N counted response tokens. The batch and everything computed from
+rewards stay on the CPU; micro-batches go to the device. Losses are divided by counts of the whole batch, so neither the
+split into micro-batches nor one over ranks changes the gradient.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions
+from trainer.batch import Batch, Trajectory, collate
+from trainer.config import AlgorithmConfig, TrainerConfig
+from trainer.corrections import effective_sample_share
+from trainer.logprobs import TokenScorer
+from trainer.losses import LOSSES, Denominators, LossInputs, LossOptions
+from trainer.losses.kl import kl_penalty
+from trainer.losses.objective import objective
+from trainer.metrics import StepMetrics, Tally, absolute_differences, batch_metrics
+from trainer.optimizer import build_optimizer, learning_rate, update
+from trainer.packing import MicroBatch, micro_batch, pack
+
+
+class Learner:
+    """Holds the trained model, its optimizer and its place in the learning-rate schedule."""
+
+    def __init__(self, model: nn.Module, config: TrainerConfig) -> None:
+        """Turns on gradient checkpointing when the config asks for it. Leaves the global seeds alone."""
+        algorithm = config.algorithm
+        self.model = model
+        self.config = config
+        self.optimizer = build_optimizer(model, config.optimizer)
+        self.schedule_position = 0
+        self._estimate = ESTIMATORS[algorithm.adv_estimator]
+        self._policy_loss = LOSSES[algorithm.loss]
+        self._advantage_options = AdvantageOptions(norm_by_std=algorithm.norm_adv_by_std)
+        self._loss_options = _loss_options(algorithm)
+        self._device = next(model.parameters()).device
+        model.train(config.gradient_checkpointing)
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        self._scorer = TokenScorer(model, temperature=algorithm.temperature, max_logits_mib=config.max_logits_mib)
+
+    def train(self, trajectories: Sequence[Trajectory], *, step: int, policy_version: int) -> StepMetrics:
+        """Makes `epochs * minibatches` optimizer updates on one batch and gives the step's figures.
+
+        `policy_version` is the trainer's before this step; staleness counts from it. Raises ValueError when the KL is
+        used and a trajectory has no reference logprobs. Updates whose loss or gradient norm is not finite are left out
+        and counted in `skipped`.
+        """
+        batch = collate(trajectories)
+        metrics = {"step": float(step), "policy_version": float(policy_version)}
+        metrics |= batch_metrics(trajectories, policy_version=policy_version)
+        old_BR = self._old_logprobs_for_rewards(batch)
+        token_rewards_BR, reward_metrics = self._token_rewards(batch, old_BR)
+        advantages = self._estimate(
+            AdvantageInputs(token_rewards_BR=token_rewards_BR, mask_BR=batch.mask_BR, group_B=batch.group_B),
+            self._advantage_options,
+        )
+        metrics |= reward_metrics | advantages.metrics
+        metrics |= self._updates(batch, advantages.advantages_BR, old_BR)
+        self.schedule_position += 1
+        return metrics
+
+    def _old_logprobs_for_rewards(self, batch: Batch) -> Tensor | None:
+        if self.config.algorithm.old_logprobs == "behaviour":
+            return batch.behaviour_logprobs_BR
+        if self.config.algorithm.kl_use == "reward":
+            return self._proximal_logprobs(batch, torch.arange(len(batch.rewards_B)))
+        return None
+
+    def _token_rewards(self, batch: Batch, old_BR: Tensor | None) -> tuple[Tensor, StepMetrics]:
+        """The reward on each last response token, less the KL of counted tokens when it is a reward."""
+        rewards_BR = torch.zeros_like(batch.mask_BR)
+        rewards_BR.scatter_(1, batch.response_lengths_B[:, None] - 1, batch.rewards_B[:, None])
+        algorithm = self.config.algorithm
+        if algorithm.kl_use == "none":
+            return rewards_BR, {}
+        if batch.reference_logprobs_BR is None:
+            raise ValueError(f"kl_use={algorithm.kl_use!r} needs reference logprobs in every trajectory")
+        if algorithm.kl_use != "reward" or old_BR is None:
+            return rewards_BR, {}
+        kl_BR = kl_penalty(old_BR, batch.reference_logprobs_BR, estimator=algorithm.kl_estimator) * batch.mask_BR
+        mean = float(kl_BR.sum() / batch.mask_BR.sum().clamp(min=1))
+        return rewards_BR - algorithm.kl_coef * kl_BR, {"kl_in_reward": mean}
+
+    def _updates(self, batch: Batch, advantages_BR: Tensor, old_BR: Tensor | None) -> StepMetrics:
+        algorithm = self.config.algorithm
+        active_B = self._active(batch, advantages_BR)
+        minibatches = min(algorithm.minibatches, len(active_B))
+        if old_BR is None and algorithm.epochs * minibatches > 1:
+            old_BR = self._proximal_logprobs(batch, active_B.nonzero().flatten())
+        run = _Run(batch, advantages_BR, old_BR, active_B)
+        for _ in range(algorithm.epochs):
+            for rows in np.array_split(np.arange(len(active_B)), minibatches):
+                self._update(run, torch.from_numpy(rows))
+        return run.metrics()
+
+    def _active(self, batch: Batch, advantages_BR: Tensor) -> Tensor:
+        """Which samples have a gradient that is not exactly zero, [B] bool."""
+        counted_B = batch.mask_BR.any(-1)
+        algorithm = self.config.algorithm
+        if not algorithm.skip_zero_advantage or algorithm.kl_use == "loss" or algorithm.entropy_coef:
+            return counted_B
+        return counted_B & (advantages_BR * batch.mask_BR).any(-1)
+
+    @torch.no_grad()
+    def _proximal_logprobs(self, batch: Batch, rows_B: Tensor) -> Tensor:
+        """Logprobs of the present weights for these rows, [B, R] on the CPU, zero elsewhere."""
+        proximal_BR = torch.zeros_like(batch.mask_BR)
+        for micro in self._micro_batches(batch, rows_B):
+            scores = self._scorer(micro.input_ids_BT, micro.positions_N, micro.targets_N)
+            proximal_BR[micro.rows_B, : micro.width] = micro.scatter(scores.logprobs_N).cpu()
+        return proximal_BR
+
+    def _micro_batches(self, batch: Batch, rows_B: Tensor) -> list[MicroBatch]:
+        parts = pack(batch.lengths_B[rows_B], max_tokens=self.config.max_tokens_per_microbatch)
+        return [micro_batch(batch, rows_B[part], device=self._device) for part in parts]
+
+    def _update(self, run: "_Run", rows_B: Tensor) -> None:
+        """One optimizer update on the samples `rows_B`; all of them count in the denominators."""
+        mask_BR = run.batch.mask_BR[rows_B]
+        denominators = Denominators(
+            tokens=float(mask_BR.sum()), sequences=float(mask_BR.any(-1).sum()), width=float(mask_BR.shape[1])
+        )
+        loss = torch.zeros((), device=self._device)
+        for micro in self._micro_batches(run.batch, rows_B[run.active_B[rows_B]]):
+            loss += self._backward(run, micro, denominators)
+        self._ensure_gradients()
+        lr = learning_rate(self.schedule_position, self.config.optimizer)
+        norm, taken = update(self.optimizer, loss, lr=lr, max_grad_norm=self.config.optimizer.max_grad_norm)
+        run.record(tokens=denominators.tokens, lr=lr, grad_norm=norm, taken=taken)
+
+    def _backward(self, run: "_Run", micro: MicroBatch, denominators: Denominators) -> Tensor:
+        entropy = "gradient" if self.config.algorithm.entropy_coef else "detached"
+        scores = self._scorer(micro.input_ids_BT, micro.positions_N, micro.targets_N, entropy=entropy)  # type: ignore[arg-type]
+        inputs = run.loss_inputs(micro, scores.logprobs_N, scores.entropy_N, denominators)
+        outputs = objective(self._policy_loss, inputs, self._loss_options)
+        outputs.loss.backward()  # type: ignore[no-untyped-call]
+        run.tally.add(outputs.metrics, tokens=float(len(micro.slots_N)))
+        return outputs.loss.detach()
+
+    def _ensure_gradients(self) -> None:
+        """Zeros where there is no gradient: AdamW's moments and weight decay act even on a batch without one."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+
+class _Run:
+    """What the updates of one step share: the batch, its constants, and the figures that they add up."""
+
+    def __init__(self, batch: Batch, advantages_BR: Tensor, old_BR: Tensor | None, active_B: Tensor) -> None:
+        self.batch = batch
+        self.advantages_BR = advantages_BR
+        self.old_BR = old_BR
+        self.active_B = active_B
+        self.tally = Tally()
+        self._differences: list[Tensor] = []
+        self._updates: list[tuple[float, float, float, bool]] = []
+
+    def loss_inputs(
+        self, micro: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor | None, denominators: Denominators
+    ) -> LossInputs:
+        logprobs_BR = micro.scatter(logprobs_N)
+        behaviour_BR = self._cut(micro, self.batch.behaviour_logprobs_BR)
+        self._differences.append((logprobs_N.detach() - behaviour_BR.flatten().index_select(0, micro.slots_N)).abs())
+        reference_BR = self.batch.reference_logprobs_BR
+        return LossInputs(
+            logprobs_BR=logprobs_BR,
+            old_logprobs_BR=logprobs_BR.detach() if self.old_BR is None else self._cut(micro, self.old_BR),
+            behaviour_logprobs_BR=behaviour_BR,
+            advantages_BR=self._cut(micro, self.advantages_BR),
+            mask_BR=self._cut(micro, self.batch.mask_BR),
+            denominators=denominators,
+            reference_logprobs_BR=None if reference_BR is None else self._cut(micro, reference_BR),
+            entropy_BR=None if entropy_N is None else micro.scatter(entropy_N),
+        )
+
+    @staticmethod
+    def _cut(micro: MicroBatch, values_BR: Tensor) -> Tensor:
+        return values_BR[micro.rows_B, : micro.width].to(micro.slots_N.device, non_blocking=True)
+
+    def record(self, *, tokens: float, lr: float, grad_norm: float, taken: bool) -> None:
+        self._updates.append((tokens, lr, grad_norm, taken))
+
+    def metrics(self) -> StepMetrics:
+        """Means over updates of loss, its parts and the gradient norm; token means are over the computed tokens."""
+        tokens, lrs, norms, taken = zip(*self._updates, strict=True)
+        found = self.tally.result(updates=len(tokens)) | absolute_differences(self._differences)
+        square = found.pop("importance_ratio_square", 0.0)
+        return {
+            **found,
+            "ess": effective_sample_share(mean=found.get("importance_ratio_mean", 0.0), mean_square=square),
+            "grad_norm": sum(norms) / len(norms),
+            "lr": lrs[-1],
+            "tokens": float(self.batch.mask_BR.sum()),
+            "samples_computed": float(self.active_B.sum()),
+            "updates": float(sum(taken)),
+            "skipped": float(len(taken) - sum(taken)),
+        }
+
+
+def _loss_options(algorithm: AlgorithmConfig) -> LossOptions:
+    return LossOptions(
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        clip_dual=algorithm.clip_dual,
+        aggregation=algorithm.loss_aggregation,
+        loss_scale_factor=algorithm.loss_scale_factor,
+        importance_cap=algorithm.importance_cap,
+        kl_loss_coef=algorithm.kl_coef if algorithm.kl_use == "loss" else 0.0,
+        kl_estimator=algorithm.kl_estimator,
+        entropy_coef=algorithm.entropy_coef,
+    )
