@@ -7,6 +7,7 @@
 manifest.json. There is no pickle in it.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -141,18 +142,33 @@ class CheckpointStore:
             self._publish(fresh, target)
             self._prune(newest=taken.step)
         except (OSError, RuntimeError, SafetensorError) as error:
-            shutil.rmtree(fresh, ignore_errors=True)
+            self._discard(target)
             raise CheckpointFailed(f"checkpoint {target} was not written: {error}") from error
         return target
 
     def _publish(self, fresh: Path, target: Path) -> None:
-        aside = target.with_name(f"{target.name}-old{self._suffix}")
+        aside = self._aside(target)
         if os.path.lexists(target):
+            _remove(aside)
             os.rename(target, aside)
         os.rename(fresh, target)
         durable.sync(self._folder)
         durable.replace_text(self._folder / LATEST, target.name, suffix=self._suffix)
         _remove(aside)
+
+    def _aside(self, target: Path) -> Path:
+        return target.with_name(f"{target.name}-old{self._suffix}")
+
+    def _discard(self, target: Path) -> None:
+        """After a failed write: puts back what stood at `target` and removes what was half-written."""
+        aside = self._aside(target)
+        with contextlib.suppress(OSError):
+            if not os.path.lexists(target) and os.path.lexists(aside):
+                os.rename(aside, target)
+        with contextlib.suppress(OSError):
+            (self._folder / f"{LATEST}{self._suffix}").unlink(missing_ok=True)
+        for folder in (aside, target.with_name(target.name + self._suffix)):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def latest_verified(self) -> tuple[Path | None, list[str]]:
         """The newest whole checkpoint, and a sentence on each file that made a newer one unusable.
@@ -217,12 +233,15 @@ def _moments(learner: Learner) -> dict[str, Tensor]:
 
 
 def _set_moments(learner: Learner, moments: dict[str, Tensor]) -> None:
-    parameters = dict(learner.model.named_parameters())
-    learner.optimizer.state.clear()
+    by_name: dict[str, dict[str, Tensor]] = {}
     for full_name, value in moments.items():
         name, key = full_name.rsplit("/", 1)
-        parameter = parameters[name]
-        learner.optimizer.state[parameter][key] = value.to(parameter.device)
+        by_name.setdefault(name, {})[key] = value
+    learner.optimizer.state.clear()
+    for name, parameter in learner.model.named_parameters():
+        if name in by_name:
+            states = by_name[name].items()
+            learner.optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in states}
 
 
 def _check_fit(folder: Path, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

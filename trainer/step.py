@@ -115,7 +115,7 @@ class Learner:
         proximal_BR = torch.zeros_like(batch.mask_BR)
         for micro in self._micro_batches(batch, rows_B):
             scores = self._scorer(micro.input_ids_BT, micro.positions_N, micro.targets_N)
-            proximal_BR[micro.rows_B, : micro.width] = micro.scatter(scores.logprobs_N).cpu()
+            proximal_BR[micro.rows_B, : micro.width] = micro.scatter(scores.logprobs_N).to(proximal_BR)
         return proximal_BR
 
     def _micro_batches(self, batch: Batch, rows_B: Tensor) -> list[MicroBatch]:
