@@ -1,0 +1,1 @@
+"""Prompt to trajectory: data sets, prompts, sampling, generation engines and their weights."""
