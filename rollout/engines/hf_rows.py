@@ -45,6 +45,8 @@ class Row:
         self.starts.append((version, at))
 
     def spans(self, num_tokens: int) -> tuple[VersionSpan, ...]:
+        if len(self.starts) == 1:
+            return (VersionSpan(policy_version=self.starts[0][0], num_tokens=num_tokens),)
         ends = [at for _, at in self.starts[1:]] + [num_tokens]
         return tuple(
             VersionSpan(policy_version=version, num_tokens=end - at)
@@ -118,7 +120,10 @@ class RowTable:
         longest = max(counts)
         tokens = self.token_RM[index_B, :longest].cpu().numpy()
         logprobs = self.logprob_RM[index_B, :longest].cpu().numpy()
-        done = [
+        within = np.arange(longest) < np.array(counts)[:, None]
+        if not np.isfinite(logprobs[within]).all():
+            raise RuntimeError("the model gave logits that are not finite")
+        return [
             Completion(
                 request_id=self.rows[row].request.request_id,
                 token_ids=tokens[place, :count].copy(),
@@ -129,9 +134,6 @@ class RowTable:
             )
             for place, (row, count, reason) in enumerate(zip(which.tolist(), counts, reasons, strict=True))
         ]
-        if not all(np.isfinite(one.logprobs).all() for one in done):
-            raise RuntimeError("the model gave logits that are not finite")
-        return done
 
     def tails(self, which: npt.NDArray[np.int64], *, length: int) -> list[list[int]]:
         """The last `length` tokens (or fewer) of these rows."""

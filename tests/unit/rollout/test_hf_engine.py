@@ -43,18 +43,17 @@ async def test_samples_come_out_with_tokens_text_and_versions(
     build_engine: Callable[..., HfEngine], tokenizer: Any
 ) -> None:
     engine: Engine = build_engine()
-    assert not engine.healthy
     await engine.start()
+    assert engine.healthy
     engine.submit([request(at) for at in range(6)])
     done = await collect(engine, 6)
     assert sorted(done) == list(range(6))
-    assert engine.healthy and engine.policy_version == 0
+    assert engine.policy_version == 0
     for one in done.values():
         assert one.token_ids.dtype == np.int32 and one.logprobs.dtype == np.float32
         assert one.text == tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=True)
         assert one.stop_reason in (StopReason.EOS, StopReason.LENGTH)
     await engine.close()
-    assert not engine.healthy
 
 
 async def test_one_submit_to_an_idle_engine_gives_the_same_bits_again(build_engine: Callable[..., HfEngine]) -> None:
@@ -187,7 +186,8 @@ async def test_a_saved_model_is_loaded_with_its_tokenizer(
     model = build_model()
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    engine = load("hf").from_pretrained(str(tmp_path), CONFIG.model_copy(update={"device": "cpu"}))
+    assert load("hf") is HfEngine
+    engine = HfEngine.from_pretrained(str(tmp_path), CONFIG.model_copy(update={"device": "cpu"}))
     await engine.start()
     engine.submit([request(0, temperature=0.0, ignore_eos=True)])
     got = await collect(engine, 1)
