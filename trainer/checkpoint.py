@@ -193,6 +193,10 @@ class CheckpointStore:
             told.extend(found)
         return None, _tell(told)
 
+    def oldest(self) -> int:
+        """Step of the oldest checkpoint that is kept; 0 where there is none."""
+        return min(self._steps(), default=0)
+
     def _steps(self) -> list[int]:
         names = (_STEP.fullmatch(name) for name in os.listdir(self._folder))
         return sorted(int(match[1]) for match in names if match)

@@ -1,0 +1,1 @@
+"""Twins of the .proto files, written by protos/generate.py."""

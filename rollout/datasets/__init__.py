@@ -1,0 +1,33 @@
+"""Sources of prompts: one file per source, rows in, checked prompts out."""
+
+from dataclasses import replace
+
+from rollout.datasets.arithmetic import arithmetic_rows
+from rollout.datasets.config import DataConfig
+from rollout.datasets.files import check_share, file_rows
+from rollout.datasets.gsm8k import gsm8k_rows
+from rollout.datasets.row import LoadReport, PromptRow, Reject
+
+__all__ = ["DataConfig", "LoadReport", "PromptRow", "Reject", "check_share", "load_rows"]
+
+
+def load_rows(source: DataConfig) -> LoadReport:
+    """The prompts of a source with the rows that were refused.
+
+    Raises ValueError when a file is missing, too many rows are refused (`max_reject_share`) or none is left.
+    """
+    report = _load(source)
+    check_share(report, source.max_reject_share)
+    return replace(report, rows=report.rows[: source.limit])
+
+
+def _load(source: DataConfig) -> LoadReport:
+    if source.type == "arithmetic":
+        rows = arithmetic_rows(
+            size=source.size, digits=source.digits, operators=source.operators, split=source.split, seed=source.seed
+        )
+        return LoadReport(rows=rows)
+    allowed = source.allowed_control_characters
+    if source.type == "gsm8k":
+        return gsm8k_rows(source.paths[0], split=source.split, allowed_control_characters=allowed)
+    return file_rows(source.paths, allowed_control_characters=allowed)

@@ -1,0 +1,201 @@
+"""YAML and overrides to a checked Config: all mistakes in one report, each with path, line and nearest valid key."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from services.config import Config
+from services.errors import ConfigError
+
+RECIPES = Path(__file__).resolve().parent.parent / "deploy" / "recipes"
+Lines = dict[tuple[str, ...], int]
+ROOMS_WITH_MODEL = ("rollout", "trainer")
+
+
+def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
+    """Read a recipe (a name in deploy/recipes or a path) and apply `a.b=c` overrides; ConfigError tells every mistake."""
+    path = find_recipe(recipe)
+    values, lines = read_yaml(path)
+    problems: list[str] = []
+    for override in overrides:
+        problem = apply_override(values, override)
+        if problem:
+            problems.append(problem)
+    share_model(values)
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        problems.extend(explain(error, source=str(path), lines=lines))
+    else:
+        problems.extend(missing_files(config, source=str(path), lines=lines))
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def load_json(text: str) -> Config:
+    """The config as a conductor hands it on."""
+    return Config.model_validate(json.loads(text))
+
+
+def find_recipe(name: str) -> Path:
+    for path in (Path(name).expanduser(), RECIPES / f"{name}.yaml"):
+        if path.is_file():
+            return path
+    known = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    raise ConfigError([f"{name}: no such recipe or file{hint} (recipes: {', '.join(known)})"])
+
+
+def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
+    """The values of a YAML file and the line of each key."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text) or {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read: {error}"]) from error
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{path}: is not YAML: {' '.join(str(error).split())}"]) from error
+    if not isinstance(values, dict):
+        raise ConfigError([f"{path}:1: expected keys and values, found {type(values).__name__}"])
+    return values, dict(key_lines(node, ()))
+
+
+def key_lines(node: Any, path: tuple[str, ...]) -> Lines:
+    found: Lines = {}
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            inner = (*path, str(key.value))
+            found[inner] = key.start_mark.line + 1
+            found.update(key_lines(value, inner))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            inner = (*path, str(index))
+            found[inner] = value.start_mark.line + 1
+            found.update(key_lines(value, inner))
+    return found
+
+
+def apply_override(values: dict[str, Any], override: str) -> str:
+    """Set `a.b=c` (also --a.b=c, +a.b=c, ++a.b=c) in place; returns a problem or an empty string."""
+    key, equals, text = override.lstrip("-+").partition("=")
+    if not equals or not key:
+        return f"{override}: an override is written key.path=value"
+    *parents, last = key.split(".")
+    target = values
+    for name in parents:
+        target = target.setdefault(name, {})
+        if not isinstance(target, dict):
+            return f"{override}: {name} is a value, not a section"
+    try:
+        target[last] = yaml.safe_load(text) if text else ""
+    except yaml.YAMLError as error:
+        return f"{override}: the value is not YAML: {' '.join(str(error).split())}"
+    if isinstance(target[last], str) and is_number(target[last]):
+        target[last] = float(target[last])  # YAML 1.1 reads 1e-6 as text
+    return ""
+
+
+def is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def share_model(values: dict[str, Any]) -> None:
+    """The start model and the temperature are said once and hold for every room."""
+    model = values.get("model")
+    if model is None and values.get("tiny") is not None:
+        run = values.get("run") if isinstance(values.get("run"), dict) else {}
+        model = values["model"] = str(Path(str(run.get("folder", "outputs"))) / str(run.get("name", "")) / "model")
+    for room in ROOMS_WITH_MODEL:
+        section = values.setdefault(room, {})
+        if isinstance(section, dict) and model is not None:
+            section.setdefault("model", model)
+    sampling = dig(values, "rollout", "sampling")
+    trainer = values.get("trainer")
+    if sampling and "temperature" in sampling and isinstance(trainer, dict):
+        algorithm = trainer.setdefault("algorithm", {})
+        if isinstance(algorithm, dict):
+            algorithm.setdefault("temperature", sampling["temperature"])
+
+
+def dig(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    found: Any = values
+    for name in names:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def explain(error: ValidationError, *, source: str, lines: Lines) -> list[str]:
+    """One line for each mistake: file:line: key: what, and what was meant."""
+    return [one_mistake(dict(detail), source=source, lines=lines) for detail in error.errors()]
+
+
+def one_mistake(detail: dict[str, Any], *, source: str, lines: Lines) -> str:
+    path = tuple(str(part) for part in detail["loc"])
+    where = f"{source}:{line_of(path, lines)}"
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        nearest = difflib.get_close_matches(path[-1], valid_keys(path[:-1]), n=1, cutoff=0.4)
+        hint = f"; did you mean {'.'.join((*path[:-1], nearest[0]))}?" if nearest else ""
+        return f"{where}: {'.'.join(path)}: unknown key{hint}"
+    if detail["type"] == "missing":
+        return f"{where}: {'.'.join(path)}: is required"
+    given = detail.get("input")
+    shown = "" if isinstance(given, (dict, BaseModel)) else f" (got {given!r})"
+    return f"{where}: {'.'.join(path) or 'config'}: {message}{shown}"
+
+
+def line_of(path: tuple[str, ...], lines: Lines) -> int:
+    """The line of the key, or of the nearest section above it that the file has."""
+    while path and path not in lines:
+        path = path[:-1]
+    return lines.get(path, 1)
+
+
+def valid_keys(path: tuple[str, ...]) -> list[str]:
+    """The keys of the section at `path`."""
+    model: Any = Config
+    for name in path:
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            return []
+        field = model.model_fields.get(name)
+        model = section_type(field.annotation) if field is not None else model
+    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+
+
+def section_type(annotation: Any) -> Any:
+    """The section class inside X, X | None or list[X]."""
+    inner = [part for part in getattr(annotation, "__args__", ()) if isinstance(part, type) and issubclass(part, BaseModel)]
+    return inner[0] if inner else annotation
+
+
+def missing_files(config: Config, *, source: str, lines: Lines) -> list[str]:
+    """Folders and files that the config names and that are not there."""
+    problems = []
+    if config.tiny is None:
+        for room, model in (("rollout", config.rollout.model), ("trainer", config.trainer.model)):
+            if looks_like_path(model) and not (Path(model).expanduser() / "config.json").is_file():
+                key = ("model",) if config.model == model else (room, "model")
+                problems.append(f"{source}:{line_of(key, lines)}: {'.'.join(key)}: no model folder at {model}")
+    for path in config.data.paths:
+        if not Path(path).expanduser().exists():
+            problems.append(f"{source}:{line_of(('data', 'path'), lines)}: data.path: no such file: {path}")
+    return sorted(set(problems))
+
+
+def looks_like_path(model: str) -> bool:
+    """A hub id has exactly one slash and no dot or tilde in front; everything else is a path."""
+    return model.startswith((".", "/", "~")) or model.count("/") != 1 or Path(model).exists()

@@ -1,0 +1,318 @@
+"""The conductor keeps the services in time.
+
+        prompt stream
+             |  accept, while outstanding < (max_staleness + 1) * batch
+             v
+    +-----------------+   leases    +---------+
+    |      book       | ----------> | rollout |  any number; a group stays on one server
+    |  (every sample, | <---------- +---------+
+    |   in memory,    |   trajectories
+    |   journalled    |   scores    +---------+
+    |   in SQLite)    | <---------> | reward  |  both are asked at once,
+    |                 |  logprobs   +-----------+ by ticket
+    |                 | <---------> | reference |
+    |                 |             +-----------+
+    |                 |   batches   +---------+
+    |                 | ----------> | trainer | ---- push of version v+1 ----> rollout servers
+    +-----------------+ <---------- +---------+
+                         reports: step trained, version pushed, checkpoint verified
+
+Everything that happens is a message in one mailbox; after each handful of messages the loop pumps every stage once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+import protos
+from services.actor import Actor, Bind, cancel
+from services.book import Batch, Book, Sample, State
+from services.desk import Desk
+from services.errors import PeerError
+from services.generation import Generation
+from services.journalist import Journalist
+from services.judging import Judging
+from services.ledger import Ledger
+from services.recovery import recover
+from services.referring import Referring
+from services.roster import Member, Roster
+from services.status import status_of
+from services.training import Training
+
+if TYPE_CHECKING:
+    from services.config import Config
+
+logger = logging.getLogger(__name__)
+Message = Callable[[], None]
+TICK_SECONDS = 0.2
+MAILBOX_SIZE = 100_000
+FAREWELL_SECONDS = 10.0
+
+
+class Conductor(Actor):
+    """The loop of a run."""
+
+    role = "conductor"
+
+    def __init__(self, bind: Bind, config: Config, *, folder: Path) -> None:
+        super().__init__(bind)
+        self.config = config
+        self.folder = folder
+        self.paused = False
+        self.finished = asyncio.Event()
+        self.mailbox: asyncio.Queue[Message] = asyncio.Queue(MAILBOX_SIZE)
+        self.roster = Roster(heartbeat_seconds=config.conductor.heartbeat_seconds)
+        self.incarnation = 0
+        self.run_id = ""
+        self.journalist: Journalist | None = None
+        self._changes: list[tuple[Member, bool]] = []
+        self._acknowledging: asyncio.Task[None] | None = None
+
+    def register(self, server: grpc.aio.Server) -> tuple[str, ...]:
+        protos.add_ConductorServicer_to_server(Desk(self), server)
+        return ("offbeat.v1.Conductor",)
+
+    # Life.
+
+    async def setup(self) -> None:
+        """Open the ledger, find the book in it, read the data."""
+        run, conductor = self.config.run, self.config.conductor
+        self.ledger = Ledger(self.folder / "ledger.sqlite", synchronous=conductor.synchronous)
+        self.book = Book(
+            group_size=run.group_size, use_reference=self.config.use_reference, max_attempts=conductor.max_attempts, journal=self.ledger
+        )
+        recovered = recover(self.book, self.ledger)
+        self.journalist = Journalist(self.folder, self.book, self.config)
+        self.run_id = self._remember("run_id", self.process_id)
+        self.incarnation = int(self.ledger.fact("incarnation", "0"))
+        self._build_stages(life=int(self._remember("life", "0", add=1)))
+        if recovered:
+            self.journalist.tell("recovered", self.name, "the conductor found the run in its ledger", **self.progress())
+            self._resume_stages()
+        await self.serving(True)
+
+    def _build_stages(self, *, life: int) -> None:
+        clock = asyncio.get_running_loop().time
+        conductor = self.config.conductor
+        self.judging = Judging(
+            self.book, max_attempts=conductor.max_score_attempts, post=self.post, on_quarantine=self.quarantine, on_end=self.lose
+        )
+        self.referring = Referring(self.book, post=self.post, on_quarantine=self.quarantine, on_end=self.lose)
+        self.generation = Generation(
+            self.book,
+            sampling=self.config.sampling(),
+            run_seed=self.config.run.seed,
+            life=life,
+            lease_seconds=conductor.lease_seconds,
+            next_prompt=self.config.prompts(),
+            may_accept=self.may_accept,
+            serves=self.serves,
+            clock=clock,
+            post=self.post,
+            on_generated=self.generated,
+            on_end=self.lose,
+            on_quarantine=self.quarantine,
+        )
+        self.training = Training(
+            self.book,
+            self.ledger,
+            self.config.rules(),
+            push_seconds=self.config.push.deadline_seconds,
+            members=lambda: self.roster.of("rollout"),
+            post=self.post,
+            on_report=self.reported,
+            on_push=self.pushed,
+            on_checkpoint=self.checkpointed,
+            on_end=self.lose,
+        )
+
+    def _resume_stages(self) -> None:
+        self.generated(list(self.book.samples(State.GENERATED, State.SCORED)))
+
+    def _remember(self, name: str, default: str, *, add: int = 0) -> str:
+        value = self.ledger.fact(name, default)
+        value = str(int(value) + add) if add else value
+        self.ledger.set_fact(name, value)
+        return value
+
+    async def work(self) -> None:
+        """The loop: messages in, then every stage once."""
+        ticker = asyncio.create_task(self._tick(), name="conductor-tick")
+        try:
+            while not self.finished.is_set():
+                message = await self.mailbox.get()
+                message()
+                while not self.mailbox.empty():
+                    self.mailbox.get_nowait()()
+                await self.pump()
+            await self._farewell()
+        finally:
+            await cancel(ticker)
+
+    async def pump(self) -> None:
+        """One turn: batches out, questions out, leases out."""
+        if self.ledger.problem is not None:
+            raise self.ledger.problem
+        await self._rewire()
+        await self.training.pump()
+        self.judging.pump()
+        self.referring.pump()
+        if not self.paused:
+            self.generation.pump()
+        if self.generation.unacknowledged and (self._acknowledging is None or self._acknowledging.done()):
+            self._acknowledging = asyncio.create_task(self._acknowledge(), name="acknowledge")
+        if self.book.trained_step >= self.config.run.num_steps <= self.book.pushed_version:
+            await self._finish()
+
+    async def finish(self) -> None:
+        """Close the streams and the ledger; what was in hand is found again at the next start."""
+        for stage in (self.generation, self.judging, self.referring):
+            await stage.close()
+        await self.training.drop()
+        if self._acknowledging is not None:
+            await cancel(self._acknowledging)
+        self.journalist.summarize(self.status(), num_tokens=self.generation.num_tokens)
+        self.journalist.close()
+        self.ledger.close()
+
+    # The flow.
+
+    def may_accept(self) -> bool:
+        """Admission: staleness by construction, and no more groups than the run still needs."""
+        run = self.config.run
+        needed = (run.num_steps - self.book.recorded_step) * run.prompts_per_step
+        return self.book.outstanding < (run.max_staleness + 1) * run.prompts_per_step * run.group_size and (
+            len(self.book.groups) < needed
+        )
+
+    def serves(self, name: str) -> bool:
+        """A rollout server takes leases once it has the version that the trainer pushed last."""
+        member = self.roster.members.get(name)
+        return member is not None and member.has_version and member.policy_version >= self.book.pushed_version
+
+    def generated(self, samples: list[Sample]) -> None:
+        self.journalist.start_clock()
+        self.judging.want([sample for sample in samples if sample.state is State.GENERATED])
+        if self.book.use_reference:
+            self.referring.want(
+                [s for s in samples if s.trajectory is not None and not s.trajectory.HasField("reference_logprobs")]
+            )
+
+    async def _acknowledge(self) -> None:
+        await self.ledger.durable()
+        self.generation.acknowledge()
+
+    def reported(self, report: protos.StepReport, batch: Batch) -> None:
+        self.journalist.step(report, batch)
+
+    def pushed(self, push: protos.PushReport) -> None:
+        self.journalist.push(push)
+        for name in push.committed:
+            member = self.roster.members.get(name)
+            if member is not None:
+                member.policy_version, member.has_version = push.policy_version, True
+        for name, reason in push.failed.items():
+            self.lose(name, f"push failed: {reason}")
+        self.book.push(push.policy_version)
+
+    def checkpointed(self, report: protos.CheckpointReport) -> None:
+        self.journalist.checkpoint(report)
+        if not report.problem:
+            keep = self.config.conductor.keep_payload_steps
+            self.ledger.prune(before_step=min(report.oldest_step + 1, max(report.step - keep, 0)))
+
+    def quarantine(self, sample: Sample, reason: str) -> None:
+        self.journalist.quarantine(sample, self.book.groups[sample.group], reason)
+        self.book.quarantine(sample, reason)
+
+    # Members.
+
+    def admit(self, request: protos.JoinRequest) -> int:
+        """Take a service in; returns the incarnation it lives under. ValueError where it is fenced off."""
+        identity = request.identity
+        if identity.role == "trainer":
+            self._next_incarnation(request)
+        member = self.roster.join(request, now=asyncio.get_running_loop().time())
+        self.journalist.tell("joined", member.name, "joined", address=member.address, version=member.policy_version)
+        self._changes.append((member, True))
+        self.post(lambda: None)
+        return self.incarnation if identity.role == "trainer" else 0
+
+    def _next_incarnation(self, request: protos.JoinRequest) -> None:
+        """A new trainer process gets the next number, which fences off the older ones; a known one keeps its own."""
+        if request.incarnation and request.incarnation != self.incarnation:
+            raise ValueError(
+                f"trainer incarnation {request.incarnation} is fenced off: incarnation {self.incarnation} has taken over"
+            )
+        if not request.incarnation:
+            self.incarnation += 1
+            self.ledger.set_fact("incarnation", str(self.incarnation))
+
+    def lose(self, name: str, reason: str) -> None:
+        """A service is gone: its work goes to others as soon as the loop turns."""
+        member = self.roster.lose(name, reason)
+        if member is not None:
+            kind = "left" if self.finished.is_set() else "lost"
+            self.journalist.tell(kind, name, kind, why=reason)
+            self._changes.append((member, False))
+
+    async def _rewire(self) -> None:
+        """Open and close streams for members that came and went."""
+        while self._changes:
+            member, joined = self._changes.pop(0)
+            stage = {"rollout": self.generation, "reward": self.judging, "reference": self.referring}.get(member.role)
+            if member.role == "trainer":
+                await (self.training.connect(member, incarnation=self.incarnation) if joined else self.training.drop())
+            elif stage is not None and joined:
+                await stage.connect(member)
+            elif stage is not None:
+                await stage.drop(member.name, self.roster.lost.get(member.name, ""))
+            if member.role == "rollout":
+                self.training.want_sync()
+
+    def post(self, message: Message) -> None:
+        """Put something to do into the mailbox."""
+        self.mailbox.put_nowait(message)
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            now = loop.time()
+            for member in self.roster.silent(now=now):
+                self.lose(member.name, "no heartbeat")
+            self.post(self.generation.expire)
+
+    # The end.
+
+    async def _finish(self) -> None:
+        """Every step is trained and pushed: save, then let everybody go."""
+        try:
+            report = await self.training.save()
+            self.checkpointed(report)
+        except (PeerError, AssertionError) as error:
+            self.journalist.tell("warning", self.name, "the last checkpoint was not saved", why=error)
+        self.finished.set()
+        self.journalist.tell("finished", self.name, "the run is finished", **self.progress())
+
+    async def _farewell(self) -> None:
+        """Answer heartbeats until everybody has heard that the run is over."""
+        try:
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                while self.roster.members:
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            logger.warning("some services did not leave", extra={"facts": {"names": list(self.roster.members)}})
+        self.drain()
+
+    def progress(self) -> dict[str, Any]:
+        return {"step": self.book.trained_step, "pushed": self.book.pushed_version, "accepted": self.book.accepted}
+
+    def status(self) -> protos.ConductorStatusReply:
+        return status_of(self)

@@ -1,0 +1,213 @@
+"""A run's config: one schema per room, composed here. Imports no room's heavy part."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from reward.config import RewardConfig
+from rollout.config import RolloutConfig
+from rollout.datasets.config import DataConfig
+from trainer.config import TrainerConfig
+
+if TYPE_CHECKING:
+    import protos
+    from rollout.prompts import PromptStream
+    from services.generation import NextPrompt
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+GROUP_ESTIMATORS = ("grpo", "rloo")
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunConfig(Section):
+    """What the run is."""
+
+    name: str = Field(pattern=NAME_PATTERN, description="name of the run; its folder is <folder>/<name>")
+    folder: str = Field(default="outputs", description="where run folders are made")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of sampling; the data has its own")
+    num_steps: int = Field(ge=1, description="optimizer steps of the run")
+    prompts_per_step: int = Field(default=32, ge=1, description="prompts (groups) in the batch of a step")
+    group_size: int = Field(default=8, ge=1, le=65535, description="samples drawn for each prompt")
+    max_staleness: int = Field(default=2, ge=0, description="versions a sample may lag behind; 0 is synchronous")
+    staleness_policy: Literal["drop", "keep"] = Field(
+        default="drop", description="groups that grew too old all the same: drop and count them, or keep and correct"
+    )
+    log_every: int = Field(default=10, ge=1, description="steps between two log lines")
+
+
+class ConductorConfig(Section):
+    """Leases, liveness and the ledger."""
+
+    heartbeat_seconds: float = Field(default=1.0, gt=0, description="how often services give a sign of life; three missed: lost")
+    lease_seconds: float = Field(default=120.0, gt=0, description="how long a rollout server may take for a sample")
+    max_attempts: int = Field(default=4, ge=1, description="leases of a sample before it is quarantined")
+    max_score_attempts: int = Field(default=2, ge=1, description="scorings of a sample before it is quarantined")
+    synchronous: Literal["NORMAL", "FULL"] = Field(
+        default="NORMAL", description="SQLite: NORMAL survives any dead process, FULL also a power cut"
+    )
+    keep_payload_steps: int = Field(
+        default=100, ge=0, description="trajectories of at least so many past steps stay in the ledger"
+    )
+
+
+class PushConfig(Section):
+    """How weights travel."""
+
+    transport: Literal["gloo", "disk"] = Field(default="gloo", description="gloo: broadcast; disk: safetensors on a shared path")
+    bucket_mib: float = Field(default=64.0, gt=0, description="upper bound of a bucket, in MiB")
+    deadline_seconds: float = Field(default=30.0, gt=0, description="for one whole push")
+    host: str = Field(default="127.0.0.1", description="address of the trainer's interface on which ranks meet")
+
+
+class ReferenceConfig(Section):
+    """The frozen policy."""
+
+    enabled: bool = Field(default=False, description="ask for reference logprobs even where no KL is used (as a metric)")
+    model: str | None = Field(default=None, description="folder or hub id; null: the start model")
+    max_tokens_per_microbatch: int = Field(default=16384, ge=1, description="tokens, padding included, in one forward")
+    threads: int = Field(default=1, ge=0, description="CPU threads; 0: as torch finds it")
+
+
+class TinyConfig(Section):
+    """A small model made on the spot, where no model folder is given."""
+
+    preset: Literal["demo", "gsm8k"] = Field(default="demo", description="size and tokenizer")
+    seed: int = Field(default=0, ge=0, description="seed of the weights and of the warm start")
+    warm_start_steps: int = Field(default=0, ge=0, description="supervised steps on the run's own data; 0: none")
+
+
+class LaunchConfig(Section):
+    """What `offbeat train` starts on this box."""
+
+    rollout_servers: int = Field(default=1, ge=1, description="rollout processes")
+    reward_servers: int = Field(default=1, ge=1, description="reward processes")
+    reference_servers: int = Field(default=1, ge=1, description="reference processes, where a reference is used")
+    host: str = Field(default="127.0.0.1", description="address that the services listen on")
+    conductor_port: int = Field(default=0, ge=0, le=65535, description="0 takes a free port")
+    max_restarts: int = Field(default=20, ge=0, description="restarts of dead processes before the run is given up")
+
+
+class Config(Section):
+    """A whole run."""
+
+    model: str | None = Field(default=None, description="folder or hub id of the start model, for every room")
+    tiny: TinyConfig | None = Field(default=None, description="make the start model on the spot")
+    run: RunConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    reward: RewardConfig
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    trainer: TrainerConfig
+    conductor: ConductorConfig = Field(default_factory=ConductorConfig)
+    push: PushConfig = Field(default_factory=PushConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+
+    @property
+    def use_reference(self) -> bool:
+        """Whether samples need reference logprobs before they are trained on."""
+        return self.reference.enabled or self.trainer.algorithm.kl_use != "none"
+
+    @property
+    def run_folder(self) -> Path:
+        return Path(self.run.folder).expanduser() / self.run.name
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        problems = [text for text in self._problems() if text]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _problems(self) -> list[str]:
+        run, algorithm = self.run, self.trainer.algorithm
+        batch = run.prompts_per_step * run.group_size
+        credit = self.launch.rollout_servers * 2 * self.rollout.max_num_seqs
+        sampling = self.rollout.sampling
+        return [
+            f"run.group_size=1 leaves nothing to compare with: {algorithm.adv_estimator} needs at least 2"
+            if run.group_size == 1 and algorithm.adv_estimator in GROUP_ESTIMATORS
+            else "",
+            f"run.prompts_per_step={run.prompts_per_step} x run.group_size={run.group_size} = {batch} samples cannot be"
+            f" cut into trainer.algorithm.minibatches={algorithm.minibatches}"
+            if batch % algorithm.minibatches
+            else "",
+            f"run.group_size={run.group_size} is larger than twice rollout.max_num_seqs={self.rollout.max_num_seqs}:"
+            " a group would never be leased"
+            if run.group_size > 2 * self.rollout.max_num_seqs
+            else "",
+            f"a synchronous step has {batch} samples, more than the {credit} that the rollout servers take at once"
+            if run.max_staleness == 0 and batch > credit
+            else "",
+            f"trainer.algorithm.temperature={algorithm.temperature} differs from"
+            f" rollout.sampling.temperature={sampling.temperature}: logprobs would not agree"
+            if not math.isclose(algorithm.temperature, sampling.temperature) and sampling.temperature > 0
+            else "",
+            "rollout.sampling.temperature=0 draws the same sample for a whole group" if sampling.temperature == 0 else "",
+        ]
+
+    # What the conductor needs of it.
+
+    def rules(self) -> BatchRules:
+        run = self.run
+        return BatchRules(
+            num_steps=run.num_steps,
+            prompts_per_step=run.prompts_per_step,
+            max_staleness=run.max_staleness,
+            staleness_policy=run.staleness_policy,
+            min_group_samples=2 if self.trainer.algorithm.adv_estimator in GROUP_ESTIMATORS else 1,
+        )
+
+    def sampling(self) -> protos.SamplingParams:
+        import protos
+
+        sampling = self.rollout.sampling
+        return protos.SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            stop=sampling.stop,
+            ignore_eos=sampling.ignore_eos,
+        )
+
+    def prompts(self) -> NextPrompt:
+        """Position in the endless prompt stream -> prompt; reads the data."""
+        from rollout.datasets import check_share, load_rows
+        from rollout.prompts import PromptStream
+
+        report = load_rows(self.data)
+        check_share(report, self.data.max_reject_share)
+        stream = PromptStream(report.rows, seed=self.data.seed, shuffle=self.data.shuffle)
+        return lambda position: prompt_at(stream, position)
+
+
+class BatchRules(Section):
+    """What forming a batch must know."""
+
+    num_steps: int
+    prompts_per_step: int
+    max_staleness: int
+    staleness_policy: str
+    min_group_samples: int
+
+
+def prompt_at(stream: PromptStream, position: int) -> protos.Prompt:
+    import protos
+
+    epoch, row = stream.at(position)
+    return protos.Prompt(
+        prompt_id=row.prompt_id,
+        text=row.text or "",
+        messages=[protos.ChatMessage(role=role, content=content) for role, content in row.messages or ()],
+        ground_truth=row.ground_truth,
+        data_source=row.data_source,
+        extra=dict(row.extra),
+        epoch=epoch,
+    )

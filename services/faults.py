@@ -1,0 +1,67 @@
+"""Named places where a test may break a process on purpose; a no-op unless OFFBEAT_FAULTS holds a plan.
+
+    OFFBEAT_FAULTS='rollout-1:push.begin@3=kill, trainer:step.trained@7=kill'
+
+Each entry is service:point@nth=action. Actions: kill (SIGKILL to itself), stop (SIGSTOP), hang (block the loop for a minute),
+or any other word, which `fault` returns to the place that asked. What fires is written to the file OFFBEAT_FAULTS_LOG first, so
+that a test can prove it; an entry fires once in the life of that file, however often the process is restarted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+_ENTRY = re.compile(r"\s*([\w.-]+):([\w.]+)@(\d+)=(\w+)\s*")
+_plan: dict[tuple[str, str, int], str] = {}
+_passed: dict[tuple[str, str], int] = {}
+
+
+def arm(text: str) -> None:
+    """Load a plan; ValueError for an entry that does not parse."""
+    _plan.clear()
+    _passed.clear()
+    for entry in filter(None, text.split(",")):
+        match = _ENTRY.fullmatch(entry)
+        if match is None:
+            raise ValueError(f"fault {entry!r} is not service:point@nth=action")
+        service, point, nth, action = match.groups()
+        _plan[service, point, int(nth)] = action
+
+
+def fault(service: str, point: str) -> str:
+    """Pass a place; returns the planned word, or an empty string."""
+    if not _plan:
+        return ""
+    count = _passed[service, point] = _passed.get((service, point), 0) + 1
+    action = _plan.get((service, point, count), "")
+    if not action or not note(f"{service}:{point}@{count}={action}"):
+        return ""
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if action == "hang":
+        time.sleep(60)
+    return action
+
+
+def note(line: str) -> bool:
+    """Write what fires; False where it fired before."""
+    name = os.environ.get("OFFBEAT_FAULTS_LOG", "")
+    if not name:
+        return True
+    path = Path(name)
+    if path.exists() and line in path.read_text().splitlines():
+        return False
+    with path.open("a") as file:
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return True
+
+
+arm(os.environ.get("OFFBEAT_FAULTS", ""))

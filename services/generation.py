@@ -1,0 +1,236 @@
+"""Prompts out, trajectories in: leases are granted to rollout servers, and what comes back is checked and booked."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import protos
+from services.book import Book, Sample, State
+from services.intake import refuse
+from services.link import Link
+from services.roster import Member
+
+logger = logging.getLogger(__name__)
+RolloutLink = Link[protos.GenerateRequest, protos.GenerateReply]
+MASK = (1 << 64) - 1
+
+
+class NextPrompt(Protocol):
+    """Where prompts come from: position in the stream -> prompt."""
+
+    def __call__(self, position: int) -> protos.Prompt: ...
+
+
+def seed_of(run_seed: int, group: int, index: int) -> int:
+    """A sample's own seed (splitmix64 over run, group and index): a second attempt draws the same tokens."""
+    value = (run_seed * 0x9E3779B97F4A7C15 + group * 0xBF58476D1CE4E5B9 + index + 1) & MASK
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        value = ((value ^ (value >> shift)) * factor) & MASK
+    return (value ^ (value >> 31)) >> 1
+
+
+class Generation:
+    """The rollout servers of a run, seen from the conductor."""
+
+    def __init__(
+        self,
+        book: Book,
+        *,
+        sampling: protos.SamplingParams,
+        run_seed: int,
+        life: int,
+        lease_seconds: float,
+        next_prompt: NextPrompt,
+        may_accept: Callable[[], bool],
+        serves: Callable[[str], bool],
+        clock: Callable[[], float],
+        post: Callable[[Callable[[], None]], None],
+        on_generated: Callable[[list[Sample]], None],
+        on_end: Callable[[str, str], None],
+        on_quarantine: Callable[[Sample, str], None],
+    ) -> None:
+        self.book = book
+        self.links: dict[str, RolloutLink] = {}
+        self.num_tokens = 0
+        self._sampling = sampling
+        self._run_seed = run_seed
+        self._lease_seconds = lease_seconds
+        self._next_prompt = next_prompt
+        self._may_accept = may_accept
+        self._serves = serves
+        self._clock = clock
+        self._post = post
+        self._on_generated = on_generated
+        self._on_end = on_end
+        self._on_quarantine = on_quarantine
+        self._lease_ids = itertools.count((life << 32) + 1)  # unique over the conductor's lives
+        self._unacknowledged: dict[str, list[protos.SampleKey]] = {}
+        self._by_server: dict[str, set[tuple[int, int]]] = {}
+
+    async def connect(self, member: Member) -> None:
+        """Open a stream to a server that has joined, in place of an older one to it."""
+        await self.drop(member.name, "joined again")
+        self._by_server[member.name] = set()
+        self.links[member.name] = Link(
+            member.name,
+            member.address,
+            open_stream=lambda channel: protos.RolloutStub(channel).Generate(),
+            on_reply=lambda link, reply: self._post(lambda: self._replied(link, reply)),
+            on_end=lambda link, reason: self._post(lambda: self._ended(link, reason)),
+        )
+
+    async def drop(self, name: str, reason: str) -> None:
+        """Close the stream to a server; its leases are void."""
+        link = self.links.pop(name, None)
+        if link is not None:
+            await link.close()
+            self._void(name, reason)
+
+    async def close(self) -> None:
+        for link in list(self.links.values()):
+            await link.close()
+        self.links.clear()
+
+    # Leases.
+
+    def pump(self) -> None:
+        """Grant leases while a server has credit and the staleness bound admits samples: one message a server."""
+        messages: dict[str, protos.GenerateRequest] = {}
+        while (link := self._freest()) is not None and (samples := self._next_work()):
+            request = messages.setdefault(link.name, protos.GenerateRequest())
+            request.leases.append(self._lease(link, samples))
+        for name, request in messages.items():
+            self.links[name].send(request)
+
+    def _freest(self) -> RolloutLink | None:
+        ready = [link for link in self.links.values() if link.credit >= self.book.group_size and self._serves(link.name)]
+        return min(ready, key=lambda link: (link.in_hand, link.name)) if ready else None
+
+    def _next_work(self) -> list[Sample]:
+        """Samples of one group: those to be redone first, then the next prompt of the stream."""
+        if self.book.pending:
+            group = self.book.groups[self.book.pending[0].group]
+            wanted = [sample for sample in group.samples if sample.state is State.PENDING]
+            for sample in wanted:
+                self.book.pending.remove(sample)
+            return wanted
+        if not self._may_accept():
+            return []
+        return self.book.accept(self._next_prompt(self.book.next_group)).samples
+
+    def _lease(self, link: RolloutLink, samples: list[Sample]) -> protos.GroupLease:
+        group = self.book.groups[samples[0].group]
+        lease_id = next(self._lease_ids)
+        deadline = self._clock() + self._lease_seconds
+        for sample in samples:
+            self.book.lease(sample, lease_id=lease_id, server=link.name, deadline=deadline)
+            self._by_server[link.name].add(sample.key)
+        link.credit -= len(samples)
+        link.in_hand += len(samples)
+        return protos.GroupLease(
+            lease_id=lease_id,
+            group=group.position,
+            prompt=group.prompt,
+            indices=[sample.index for sample in samples],
+            seeds=[seed_of(self._run_seed, group.position, sample.index) for sample in samples],
+            attempts=[sample.attempts for sample in samples],
+            sampling=self._sampling,
+            ttl_ms=int(self._lease_seconds * 1000),
+        )
+
+    def expire(self) -> None:
+        """Take back leases whose deadline has passed."""
+        now = self._clock()
+        for sample in list(self.book.samples(State.LEASED)):
+            if sample.deadline < now:
+                logger.warning("lease expired", extra={"facts": {"sample": sample.key, "server": sample.server}})
+                self.book.refused["expired_lease"] += 1
+                self._cancel(sample)
+                self._release(sample)
+                self._redo(sample, "lease_expired")
+
+    def _cancel(self, sample: Sample) -> None:
+        if sample.server in self.links:
+            key = protos.SampleKey(group=sample.group, index=sample.index)
+            self.links[sample.server].send(protos.GenerateRequest(cancels=[key]))
+
+    # Replies.
+
+    def _replied(self, link: RolloutLink, reply: protos.GenerateReply) -> None:
+        if self.links.get(link.name) is not link:
+            self.book.refused["late"] += len(reply.trajectories)
+            return
+        link.credit += reply.credit.samples
+        self.num_tokens += reply.num_generated_tokens
+        generated = [sample for trajectory in reply.trajectories if (sample := self._take(link, trajectory)) is not None]
+        for nack in reply.nacks:
+            self._nacked(nack)
+        self._unacknowledged.setdefault(link.name, []).extend(trajectory.key for trajectory in reply.trajectories)
+        self._on_generated(generated)
+
+    def _take(self, link: RolloutLink, trajectory: protos.Trajectory) -> Sample | None:
+        sample = self.book.leased(trajectory.key, trajectory.lease_id)
+        if sample is None:
+            return None
+        self._release(sample)
+        reason = refuse(trajectory, newest_version=self.book.recorded_step)
+        if reason:
+            logger.warning("trajectory refused", extra={"facts": {"sample": sample.key, "server": link.name, "why": reason}})
+            self.book.refused[reason] += 1
+            self._redo(sample, reason)
+            return None
+        self.book.generate(sample, trajectory)
+        return sample
+
+    def _nacked(self, nack: protos.Nack) -> None:
+        sample = self.book.leased(nack.key, nack.lease_id)
+        if sample is None:
+            return
+        self._release(sample)
+        self.book.refused[f"nack_{nack.reason}"] += 1
+        if nack.permanent:
+            self._on_quarantine(sample, f"{nack.reason}: {nack.detail}")
+        else:
+            self._redo(sample, nack.reason)
+
+    def acknowledge(self) -> None:
+        """Tell the servers what is durable now; called after a commit of the ledger."""
+        for name, keys in self._unacknowledged.items():
+            if keys and name in self.links:
+                self.links[name].send(protos.GenerateRequest(acks=keys))
+        self._unacknowledged.clear()
+
+    @property
+    def unacknowledged(self) -> bool:
+        return bool(self._unacknowledged)
+
+    # Losses.
+
+    def _ended(self, link: RolloutLink, reason: str) -> None:
+        if self.links.get(link.name) is link:
+            del self.links[link.name]
+            self._void(link.name, reason)
+            self._on_end(link.name, reason)
+
+    def _void(self, server: str, reason: str) -> None:
+        keys = sorted(self._by_server.pop(server, set()))
+        groups = ((self.book.groups[group].samples[index]) for group, index in keys if group in self.book.groups)
+        for sample in groups:
+            if sample.state is State.LEASED and sample.server == server:
+                self._redo(sample, f"server_lost: {reason}")
+
+    def _redo(self, sample: Sample, reason: str) -> None:
+        if sample.attempts >= self.book.max_attempts:
+            self._on_quarantine(sample, reason)
+        else:
+            self.book.redo(sample)
+
+    def _release(self, sample: Sample) -> None:
+        """A lease has ended, one way or another."""
+        link = self.links.get(sample.server)
+        if link is not None:
+            link.in_hand -= 1
+            self._by_server[sample.server].discard(sample.key)

@@ -1,0 +1,295 @@
+"""The ledger on disk: SQLite in the run folder, WAL, one writer thread, group commit.
+
+Rows are queued by the loop and written by the thread in one transaction for all that waits, so that a commit costs the same
+for one sample and for a thousand. `durable()` returns when everything queued before it is committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import protos
+from services.book import Batch, Group, Key, Sample, State, oldest_version
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS groups (position INTEGER PRIMARY KEY, prompt BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS samples (id INTEGER PRIMARY KEY, state INTEGER NOT NULL, attempts INTEGER NOT NULL, server TEXT,
+    oldest_version INTEGER, reward REAL, breakdown TEXT, route TEXT, step INTEGER, reason TEXT);
+CREATE TABLE IF NOT EXISTS trajectories (id INTEGER PRIMARY KEY, trajectory BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS reference_logprobs (id INTEGER PRIMARY KEY, logprobs BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS batches (step INTEGER PRIMARY KEY, samples BLOB NOT NULL, trained INTEGER NOT NULL);
+"""
+INSERT_GROUP = "INSERT INTO groups VALUES (?, ?)"
+INSERT_SAMPLE = "INSERT INTO samples (id, state, attempts) VALUES (?, 0, 0)"
+INSERT_TRAJECTORY = "INSERT OR REPLACE INTO trajectories VALUES (?, ?)"
+SET_GENERATED = f"UPDATE samples SET state = {State.GENERATED:d}, attempts = ?, server = ?, oldest_version = ? WHERE id = ?"
+SET_SCORED = f"UPDATE samples SET state = {State.SCORED:d}, reward = ?, breakdown = ?, route = ? WHERE id = ?"
+INSERT_REFERENCE = "INSERT OR REPLACE INTO reference_logprobs VALUES (?, ?)"
+SET_ENDED = "UPDATE samples SET state = ?, attempts = ?, reason = ? WHERE id = ?"
+SET_BATCHED = f"UPDATE samples SET state = {State.BATCHED:d}, step = ? WHERE id = ?"
+INSERT_BATCH = "INSERT INTO batches VALUES (?, ?, 0)"
+SET_TRAINED = "UPDATE batches SET trained = 1 WHERE step = ?"
+SET_REWOUND = "UPDATE batches SET trained = 0 WHERE step > ?"
+SET_FACT = "INSERT OR REPLACE INTO facts VALUES (?, ?)"
+PRUNE = "DELETE FROM {table} WHERE id IN (SELECT id FROM samples WHERE step IS NOT NULL AND step < ?)"
+PRUNE_TRAJECTORIES = PRUNE.format(table="trajectories")
+PRUNE_REFERENCES = PRUNE.format(table="reference_logprobs")
+# The order of a sample's life. Statements of one transaction run in this order, whatever order they were queued in, so that
+# a row queued late in its life is never overwritten by an earlier stage.
+ORDER = {
+    statement: rank
+    for rank, statement in enumerate(
+        (INSERT_GROUP, INSERT_SAMPLE, INSERT_TRAJECTORY, SET_GENERATED, SET_SCORED, INSERT_REFERENCE, SET_ENDED)
+        + (SET_REWOUND, INSERT_BATCH, SET_BATCHED, SET_TRAINED, SET_FACT, PRUNE_TRAJECTORIES, PRUNE_REFERENCES)
+    )
+}
+Rows = list[tuple[Any, ...]]
+INDEX_BITS = 16
+
+
+def row_id(key: Key) -> int:
+    return key[0] << INDEX_BITS | key[1]
+
+
+def key_of(identifier: int) -> Key:
+    return identifier >> INDEX_BITS, identifier & (1 << INDEX_BITS) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSample:
+    """A sample as the ledger has it."""
+
+    key: Key
+    state: State
+    attempts: int
+    reason: str
+    trajectory: protos.Trajectory | None
+
+
+class Ledger:
+    """Writes through one thread, reads through the caller's; a Journal of services/book.py."""
+
+    def __init__(self, path: Path, *, synchronous: str = "NORMAL") -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._reader = self._connect(synchronous)
+        self._reader.executescript(SCHEMA)
+        self._synchronous = synchronous
+        self._queue: list[dict[str, Rows]] = []
+        self._waiting: list[Future[None]] = []
+        self._wake = threading.Condition()
+        self._closing = False
+        self.problem: Exception | None = None
+        self._thread = threading.Thread(target=self._write_until_closed, name="ledger", daemon=True)
+        self._thread.start()
+
+    # Journal.
+
+    def accepted(self, group: Group) -> None:
+        self._add(INSERT_GROUP, [(group.position, group.prompt.SerializeToString())])
+        self._add(INSERT_SAMPLE, [(row_id(sample.key),) for sample in group.samples])
+
+    def generated(self, sample: Sample) -> None:
+        assert sample.trajectory is not None
+        identifier = row_id(sample.key)
+        self._add(INSERT_TRAJECTORY, [(identifier, sample.trajectory.SerializeToString())])
+        self._add(SET_GENERATED, [(sample.attempts, sample.server, oldest_version(sample), identifier)])
+
+    def scored(self, sample: Sample) -> None:
+        trajectory = sample.trajectory
+        assert trajectory is not None
+        breakdown = json.dumps(dict(trajectory.reward_breakdown))
+        self._add(SET_SCORED, [(trajectory.reward, breakdown, trajectory.reward_route, row_id(sample.key))])
+
+    def referenced(self, sample: Sample) -> None:
+        assert sample.trajectory is not None
+        logprobs = sample.trajectory.reference_logprobs.SerializeToString()
+        self._add(INSERT_REFERENCE, [(row_id(sample.key), logprobs)])
+
+    def ended(self, sample: Sample, reason: str) -> None:
+        self._add(SET_ENDED, [(int(sample.state), sample.attempts, reason, row_id(sample.key))])
+
+    def batched(self, batch: Batch) -> None:
+        identifiers = np.array([row_id(key) for key in batch.keys], dtype="<i8")
+        self._add(INSERT_BATCH, [(batch.step, identifiers.tobytes())])
+        self._add(SET_BATCHED, [(batch.step, identifier) for identifier in identifiers.tolist()])
+
+    def trained(self, step: int) -> None:
+        self._add(SET_TRAINED, [(step,)])
+
+    def pushed(self, version: int) -> None:
+        self.set_fact("pushed_version", str(version))
+
+    def rewound(self, step: int) -> None:
+        with self._wake:  # what was trained before the rewind must not be written after it
+            self._queue.append({})
+        self._add(SET_REWOUND, [(step,)])
+
+    # Facts: single values, e.g. run_id and incarnation.
+
+    def set_fact(self, name: str, value: str) -> None:
+        self._add(SET_FACT, [(name, value)])
+
+    def fact(self, name: str, default: str = "") -> str:
+        row = self._reader.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        return default if row is None else str(row[0])
+
+    # Reading: at start, at a rewind, and for whoever looks at a run.
+
+    def groups(self) -> Iterator[tuple[int, protos.Prompt, list[StoredSample]]]:
+        """The groups that hold samples outside batches, with those samples, in order; ended ones included."""
+        open_rows = self._reader.execute(
+            "SELECT DISTINCT id >> ? FROM samples WHERE state < ? ORDER BY 1", (INDEX_BITS, State.BATCHED)
+        ).fetchall()
+        for (position,) in open_rows:
+            prompt = self._reader.execute("SELECT prompt FROM groups WHERE position = ?", (position,)).fetchone()[0]
+            low, high = position << INDEX_BITS, position + 1 << INDEX_BITS
+            rows = self._reader.execute(
+                "SELECT id, state, attempts, reason FROM samples WHERE id >= ? AND id < ? ORDER BY id", (low, high)
+            )
+            yield position, protos.Prompt.FromString(prompt), [self._sample(*row) for row in rows.fetchall()]
+
+    def batches(self, *, after: int, trained: bool | None = None) -> list[Batch]:
+        """The recorded batches of later steps, in order, with their trajectories."""
+        rows = self._reader.execute("SELECT step, samples, trained FROM batches WHERE step > ? ORDER BY step", (after,))
+        return [self._batch(step, blob) for step, blob, done in rows.fetchall() if trained in (None, bool(done))]
+
+    def totals(self) -> dict[str, Counter[str]]:
+        """Ended samples by state name and reason, `batches` by whether they are trained, `groups` accepted."""
+        found: dict[str, Counter[str]] = {name: Counter() for name in ("quarantined", "dropped", "trained", "accepted")}
+        rows = self._reader.execute(
+            "SELECT state, reason, COUNT(*) FROM samples WHERE state IN (?, ?) GROUP BY state, reason",
+            (State.QUARANTINED, State.DROPPED),
+        )
+        for state, reason, count in rows.fetchall():
+            found[State(state).name.lower()][reason] += count
+        trained = self._reader.execute("SELECT SUM(LENGTH(samples) / 8) FROM batches WHERE trained = 1").fetchone()[0]
+        accepted = self._reader.execute("SELECT COUNT(*), COALESCE(MAX(position) + 1, 0) FROM groups").fetchone()
+        found["trained"]["samples"] = trained or 0
+        found["accepted"]["groups"], found["accepted"]["next_group"] = accepted
+        return found
+
+    def steps(self) -> tuple[int, int]:
+        """(last recorded step, last trained step)."""
+        row = self._reader.execute("SELECT COALESCE(MAX(step), 0) FROM batches").fetchone()
+        done = self._reader.execute("SELECT COALESCE(MAX(step), 0) FROM batches WHERE trained = 1").fetchone()
+        return int(row[0]), int(done[0])
+
+    def staleness(self) -> Counter[int]:
+        """Trained samples by staleness."""
+        rows = self._reader.execute(
+            "SELECT b.step - 1 - s.oldest_version, COUNT(*) FROM samples s JOIN batches b ON s.step = b.step"
+            " WHERE b.trained = 1 GROUP BY 1"
+        )
+        return Counter(dict(rows.fetchall()))
+
+    def prune(self, *, before_step: int) -> None:
+        """Forget the payloads of the steps before `before_step`; the rows of the samples stay."""
+        self._add(PRUNE_TRAJECTORIES, [(before_step,)])
+        self._add(PRUNE_REFERENCES, [(before_step,)])
+
+    # The thread.
+
+    async def durable(self) -> None:
+        """Wait until everything queued so far is committed."""
+        future: Future[None] = Future()
+        with self._wake:
+            self._waiting.append(future)
+            self._wake.notify()
+        await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Commit what is queued and stop; safe to call twice."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(timeout=30.0)
+        self._reader.close()
+
+    def _add(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        with self._wake:
+            if not self._queue:
+                self._queue.append({})
+            self._queue[-1].setdefault(statement, []).extend(rows)
+            self._wake.notify()
+
+    def _connect(self, synchronous: str) -> sqlite3.Connection:
+        connection = sqlite3.connect(self.path, timeout=10.0, isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {synchronous}")
+        return connection
+
+    def _write_until_closed(self) -> None:
+        connection = self._connect(self._synchronous)
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._queue or self._waiting or self._closing)
+                queue, waiting = self._queue, self._waiting
+                self._queue, self._waiting = [], []
+                closing = self._closing
+            self._commit(connection, queue, waiting)
+            if closing and not self._queue:
+                break
+        connection.close()
+
+    def _commit(
+        self, connection: sqlite3.Connection, queue: list[dict[str, Rows]], waiting: list[Future[None]]
+    ) -> None:
+        try:
+            if queue:
+                connection.execute("BEGIN")
+                for segment in queue:
+                    for statement in sorted(segment, key=ORDER.__getitem__):
+                        connection.executemany(statement, segment[statement])
+                connection.execute("COMMIT")
+        except sqlite3.Error as error:  # a full disk, say: whoever waits for durability must hear it
+            self.problem = error
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+        for future in waiting:
+            if self.problem is not None:
+                future.set_exception(self.problem)
+            else:
+                future.set_result(None)
+
+    def _sample(self, identifier: int, state: int, attempts: int, reason: str | None) -> StoredSample:
+        return StoredSample(key_of(identifier), State(state), attempts, reason or "", self.trajectory(identifier))
+
+    def trajectory(self, identifier: int) -> protos.Trajectory | None:
+        """A stored trajectory with its reward and reference logprobs; None where there is none (any more)."""
+        row = self._reader.execute(
+            "SELECT t.trajectory, s.reward, s.breakdown, s.route, r.logprobs FROM trajectories t JOIN samples s ON s.id = t.id"
+            " LEFT JOIN reference_logprobs r ON r.id = t.id WHERE t.id = ?",
+            (identifier,),
+        ).fetchone()
+        if row is None:
+            return None
+        blob, reward, breakdown, route, logprobs = row
+        trajectory = protos.Trajectory.FromString(blob)
+        if reward is not None:
+            trajectory.reward, trajectory.reward_route = reward, route
+            trajectory.reward_breakdown.update(json.loads(breakdown))
+        if logprobs is not None:
+            trajectory.reference_logprobs.ParseFromString(logprobs)
+        return trajectory
+
+    def _batch(self, step: int, blob: bytes) -> Batch:
+        identifiers: list[int] = np.frombuffer(blob, dtype="<i8").tolist()
+        stored = [self.trajectory(identifier) for identifier in identifiers]
+        trajectories = [trajectory for trajectory in stored if trajectory is not None]
+        batch = Batch(step, [key_of(identifier) for identifier in identifiers], trajectories)
+        for trajectory in trajectories:
+            batch.staleness[step - 1 - min(span.policy_version for span in trajectory.spans)] += 1
+        return batch

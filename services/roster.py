@@ -1,0 +1,70 @@
+"""Who belongs to the run, and who is still alive: judged by heartbeats on the conductor's monotonic clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import protos
+
+MISSED_BEATS = 3
+
+
+@dataclass(slots=True)
+class Member:
+    """A service that has joined."""
+
+    name: str
+    role: str
+    address: str
+    process_id: str
+    identity: protos.Identity
+    last_beat: float
+    """Seconds on the monotonic clock."""
+    policy_version: int = 0
+    has_version: bool = False
+    """Rollout: the trainer's committed version has reached this process in this membership."""
+    gauges: dict[str, float] = field(default_factory=dict)
+
+
+class Roster:
+    """The members by name."""
+
+    def __init__(self, *, heartbeat_seconds: float) -> None:
+        self.heartbeat_seconds = heartbeat_seconds
+        self.members: dict[str, Member] = {}
+        self.lost: dict[str, str] = {}
+        """Name of a service that is gone -> why."""
+
+    def join(self, request: protos.JoinRequest, *, now: float) -> Member:
+        """Add or replace a member; a rollout server serves only after the trainer has brought it a version."""
+        identity = request.identity
+        member = Member(identity.name, identity.role, request.address, request.process_id, identity, now)
+        member.policy_version = request.policy_version
+        self.members[identity.name] = member
+        self.lost.pop(identity.name, None)
+        return member
+
+    def beat(self, request: protos.HeartbeatRequest, *, now: float) -> bool:
+        """Note a sign of life; False where the sender is no member (any more)."""
+        member = self.members.get(request.name)
+        if member is None or member.process_id != request.process_id:
+            return False
+        member.last_beat = now
+        member.gauges = dict(request.gauges)
+        return True
+
+    def lose(self, name: str, reason: str) -> Member | None:
+        """Take a member out; None where it was out already."""
+        member = self.members.pop(name, None)
+        if member is not None:
+            self.lost[name] = reason
+        return member
+
+    def silent(self, *, now: float) -> list[Member]:
+        """Members whose heartbeats have stopped."""
+        limit = MISSED_BEATS * self.heartbeat_seconds
+        return [member for member in self.members.values() if now - member.last_beat > limit]
+
+    def of(self, role: str) -> Iterator[Member]:
+        return (member for member in self.members.values() if member.role == role)

@@ -1,0 +1,107 @@
+"""`offbeat serve ROLE`: one service in this process."""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.actor import Actor, Bind, run_process, run_until_signalled
+from services.compose import load_config
+from services.errors import ConfigError, OffbeatError, PeerError
+from services.telemetry import set_up_logging
+
+ROLES = ("conductor", "rollout", "reward", "reference", "trainer")
+ADDRESS_FILE = "conductor.address"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a service runs."""
+
+    name: str
+    host: str
+    port: int
+    advertise: str | None
+    folder: Path | None
+    insecure: bool
+
+    def bind(self) -> Bind:
+        return Bind(name=self.name, host=self.host, port=self.port, advertise=self.advertise)
+
+
+def serve_role(
+    role: str, place: Place, *, join: str | None, recipe: str | None, overrides: list[str], log_level: str
+) -> int:
+    """Run one service until it is drained; returns the exit code and says what went wrong in one line."""
+    try:
+        check_place(role, place, join=join, recipe=recipe)
+        actor_folder = place.folder
+        actor = build(role, place, join=join, recipe=recipe, overrides=overrides)
+        if role == "conductor":
+            actor_folder = getattr(actor, "folder", None)
+        set_up_logging(place.name, folder=actor_folder, level=log_level)
+        run_process(run_until_signalled(actor))
+    except ConfigError as error:
+        print("\n".join(error.problems), file=sys.stderr)
+        return 2
+    except (OffbeatError, PeerError) as error:
+        print(f"{place.name}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def check_place(role: str, place: Place, *, join: str | None, recipe: str | None) -> None:
+    problems = []
+    if role not in ROLES:
+        problems.append(f"{role}: no such role; there are {', '.join(ROLES)}")
+    if role == "conductor" and recipe is None:
+        problems.append("a conductor needs --config RECIPE")
+    if role in ROLES[1:] and join is None:
+        problems.append(f"a {role} needs --join HOST:PORT of the conductor")
+    if not is_loopback(place.host) and not place.insecure:
+        problems.append(
+            f"{place.host} can be reached from the network and the wire is not encrypted:"
+            " put it behind a private network and say --insecure-i-know, or listen on 127.0.0.1"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def build(role: str, place: Place, *, join: str | None, recipe: str | None, overrides: list[str]) -> Actor:
+    """The actor of a role; its room is imported here and no earlier."""
+    if role == "conductor":
+        from services.conductor import Conductor
+
+        config = load_config(recipe or "", overrides)
+        folder = place.folder or config.run_folder
+        folder.mkdir(parents=True, exist_ok=True)
+        return Conductor(place.bind(), config, folder=folder)
+    kind = service_class(role)
+    return kind(place.bind(), conductor=join, folder=place.folder)
+
+
+def service_class(role: str):  # type: ignore[no-untyped-def]
+    if role == "rollout":
+        from services.rollout import RolloutService
+
+        return RolloutService
+    if role == "reward":
+        from services.reward import RewardService
+
+        return RewardService
+    if role == "reference":
+        from services.reference import ReferenceService
+
+        return ReferenceService
+    from services.trainer import TrainerService
+
+    return TrainerService

@@ -1,0 +1,30 @@
+"""The small start model that a recipe asks for, made once in the run folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.config import Config
+
+WARM_START_ROWS = 4096
+
+
+def make_start_model(config: Config, folder: Path) -> int:
+    """Write the model and, where asked, warm-start it on the run's own training prompts."""
+    from rollout.datasets import load_rows
+    from trainer.tiny import make_tiny_qwen3
+
+    tiny = config.tiny
+    assert tiny is not None, "only a recipe with `tiny` asks for a model"
+    scratch = folder.with_name(f"{folder.name}.tmp")
+    make_tiny_qwen3(scratch, preset=tiny.preset, seed=tiny.seed)
+    if tiny.warm_start_steps:
+        from trainer.warmstart import warm_start
+
+        train = load_rows(config.data.model_copy(update={"split": "train"})).rows
+        test = load_rows(config.data.model_copy(update={"split": "test"})).rows
+        pairs = [[(row.text or "", row.ground_truth) for row in rows[:WARM_START_ROWS]] for rows in (train, test)]
+        done = warm_start(scratch, pairs[0], held_out=pairs[1], steps=tiny.warm_start_steps, seed=tiny.seed)
+        print(f"warm start: {done.steps} supervised steps, held-out accuracy {done.accuracy:.3f}")
+    scratch.rename(folder)
+    return 0

@@ -1,0 +1,256 @@
+"""The trainer service: recorded batches in, in order; a report, a pushed version and now and then a checkpoint out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+import protos
+from protos.arrays import from_array
+from services.errors import OffbeatError
+from services.faults import fault
+from services.pushing import Pusher
+from services.streams import Outbox
+from services.worker import Worker
+
+if TYPE_CHECKING:
+    from trainer.batch import Trajectory
+    from trainer.checkpoint import Snapshot
+
+logger = logging.getLogger(__name__)
+
+
+class TrainerService(Worker, protos.TrainerServicer):
+    """Rank 0 of the trainer."""
+
+    role = "trainer"
+
+    def register(self, server: grpc.aio.Server) -> tuple[str, ...]:
+        protos.add_TrainerServicer_to_server(self, server)
+        return ("offbeat.v1.Trainer",)
+
+    # Life.
+
+    async def prepare(self) -> None:
+        self.policy_version = 0
+        self._batches: asyncio.Queue[tuple[protos.TrajectoryBatch, Outbox[protos.TrainReply]]] = asyncio.Queue()
+        self._pushing = asyncio.Lock()
+        self._push_task: asyncio.Task[None] | None = None
+        self._save_task: asyncio.Task[protos.CheckpointReport] | None = None
+        self._saved_step = 0
+        self._pusher: Pusher | None = None
+        await self.compute(self._load)
+
+    def _load(self) -> None:
+        from trainer.checkpoint import CheckpointStore, restore
+        from trainer.model import load_model, model_fingerprint, prepare_process
+        from trainer.step import Learner
+        from trainer.weights import Outgoing
+
+        config = self.config.trainer
+        prepare_process(threads=config.threads, seed=config.seed)
+        model = load_model(
+            config.model, dtype=config.dtype, attn_implementation=config.attn_implementation, device=config.device
+        )
+        self.identity.model_hash = model_fingerprint(config.model)
+        self.learner = Learner(model, config)
+        self.store = CheckpointStore(self.folder / "checkpoints", config.checkpoint, incarnation=os.getpid())
+        found, problems = self.store.latest_verified()
+        for problem in problems:
+            logger.error("a checkpoint is damaged", extra={"facts": {"problem": problem}})
+        if found is not None:
+            self.policy_version = self._saved_step = restore(found, self.learner).policy_version
+            logger.info("resumed", extra={"facts": {"step": self.policy_version, "path": found}})
+        self.outgoing = Outgoing(model.named_parameters(), bucket_bytes=int(self.config.push.bucket_mib * 2**20))
+        self.outgoing.pack()
+
+    def state(self) -> protos.JoinRequest:
+        return protos.JoinRequest(policy_version=self.policy_version)
+
+    def in_hand(self) -> int:
+        return self._batches.qsize()
+
+    async def finish(self) -> None:
+        """Let the push and the checkpoint under way end."""
+        for task in (self._push_task, self._save_task):
+            if task is not None:
+                await asyncio.gather(task, return_exceptions=True)
+
+    # Training.
+
+    async def Train(
+        self, request_iterator: AsyncIterator[protos.TrainRequest], context: Any
+    ) -> AsyncIterator[protos.TrainReply]:
+        outbox: Outbox[protos.TrainReply] = Outbox()
+        while not self._batches.empty():  # a new stream sends again what the old one had sent
+            self._batches.get_nowait()
+        async for reply in outbox.replies(self._read(request_iterator, outbox)):
+            yield reply
+
+    async def _read(
+        self, request_iterator: AsyncIterator[protos.TrainRequest], outbox: Outbox[protos.TrainReply]
+    ) -> None:
+        async for request in request_iterator:
+            self._batches.put_nowait((request.batch, outbox))
+
+    async def serve(self) -> None:
+        """Step after step, as batches come."""
+        while True:
+            waited_from = time.monotonic()
+            batch, outbox = await self._batches.get()
+            if batch.step <= self.policy_version:
+                logger.info("batch was trained before", extra={"facts": {"step": batch.step}})
+                continue
+            if batch.step != self.policy_version + 1 or batch.incarnation != self.membership.incarnation:
+                raise OffbeatError(
+                    f"batch {batch.step} for incarnation {batch.incarnation} came to incarnation"
+                    f" {self.membership.incarnation} at version {self.policy_version}"
+                )
+            await self._step(batch, outbox, waited=time.monotonic() - waited_from)
+
+    async def _step(self, batch: protos.TrajectoryBatch, outbox: Outbox[protos.TrainReply], *, waited: float) -> None:
+        began = time.monotonic()
+        metrics = await self.compute(self._train, batch)
+        seconds = time.monotonic() - began
+        fault(self.name, "step.computed")
+        async with self._pushing:  # the buckets are free again
+            await self.compute(self.outgoing.pack)
+            self.policy_version = batch.step
+        report = protos.StepReport(
+            step=batch.step,
+            policy_version=self.policy_version,
+            incarnation=batch.incarnation,
+            metrics=metrics,
+            step_seconds=seconds,
+            wait_seconds=waited,
+            replay=batch.replay,
+            weights_hash=self.outgoing.hash(),
+        )
+        outbox.put(protos.TrainReply(report=report))
+        fault(self.name, "step.reported")
+        self._push_task = asyncio.create_task(self._push(batch.step, outbox), name=f"push-{batch.step}")
+        await self._save_if_due(batch.step, outbox)
+
+    def _train(self, batch: protos.TrajectoryBatch) -> dict[str, float]:
+        trajectories = [from_wire(trajectory) for trajectory in batch.trajectories]
+        return self.learner.train(trajectories, step=batch.step, policy_version=batch.step - 1)
+
+    # Pushes.
+
+    async def _push(self, version: int, outbox: Outbox[protos.TrainReply]) -> None:
+        async with self._pushing:
+            report = await self._the_pusher().push(version, transport=self.config.push.transport)
+        outbox.put(protos.TrainReply(push=report))
+
+    async def SyncRollouts(self, request: protos.SyncRolloutsRequest, context: Any) -> protos.SyncRolloutsReply:
+        """Servers that came in between get the current version from disk; where all need it, it is broadcast."""
+        async with self._pushing:
+            pusher = self._the_pusher()
+            await pusher.set_members(request.servers)
+            needy = [server.name for server in request.servers if server.needs_version]
+            transport = "disk" if len(needy) < len(request.servers) else self.config.push.transport
+            report = await pusher.push(self.policy_version, transport=transport, names=needy)
+            if report.failed and transport == "disk" and self.config.push.transport != "disk":
+                logger.warning("no shared path; broadcasting instead", extra={"facts": {"servers": list(report.failed)}})
+                await pusher.set_members([server for server in request.servers])
+                again = await pusher.push(self.policy_version, transport="gloo", names=list(report.failed))
+                again.committed.extend(report.committed)
+                report = again
+        report.committed.extend(server.name for server in request.servers if not server.needs_version)
+        return protos.SyncRolloutsReply(push=report)
+
+    def _the_pusher(self) -> Pusher:
+        """Made with the first push: it needs the incarnation, which the conductor gives at the join."""
+        if self._pusher is None or self._pusher.incarnation != self.membership.incarnation:
+            from trainer.weights import Broadcaster
+
+            push = self.config.push
+            self._pusher = Pusher(
+                self.outgoing,
+                Broadcaster(host=push.host, incarnation=self.membership.incarnation),
+                name=self.name,
+                deadline_seconds=push.deadline_seconds,
+                update_mode=self.config.rollout.update_mode,
+                folder=self.folder / "weights",
+            )
+        return self._pusher
+
+    # Checkpoints.
+
+    async def _save_if_due(self, step: int, outbox: Outbox[protos.TrainReply]) -> None:
+        every = self.config.trainer.checkpoint.every_steps
+        if every and step % every == 0:
+            task = await self._save()
+            task.add_done_callback(lambda done: outbox.put(protos.TrainReply(checkpoint=done.result())))
+
+    async def _save(self) -> asyncio.Task[protos.CheckpointReport]:
+        """Copy the state now, write it on another thread; one write at a time."""
+        from trainer.checkpoint import snapshot
+
+        if self._save_task is not None:
+            await self._save_task
+        step = self.policy_version
+        taken = await self.compute(lambda: snapshot(self.learner, step=step, policy_version=step))
+        self._save_task = asyncio.create_task(self._write(taken), name=f"save-{step}")
+        return self._save_task
+
+    async def _write(self, taken: Snapshot) -> protos.CheckpointReport:
+        from trainer.checkpoint import CheckpointFailed
+
+        fault(self.name, "checkpoint.write")
+        report = protos.CheckpointReport(step=taken.step)
+        try:
+            path = await asyncio.to_thread(self.store.write, taken)
+        except CheckpointFailed as error:
+            report.problem = str(error)
+            return report
+        self._saved_step = taken.step
+        report.path = str(path)
+        report.oldest_step = self.store.oldest()
+        return report
+
+    async def Save(self, request: protos.SaveRequest, context: Any) -> protos.SaveReply:
+        if self._saved_step == self.policy_version and self._save_task is not None:
+            return protos.SaveReply(checkpoint=await self._save_task)
+        return protos.SaveReply(checkpoint=await (await self._save()))
+
+    async def Export(self, request: protos.ExportRequest, context: Any) -> protos.ExportReply:
+        """A checkpoint is a Hugging Face folder already: export names the newest one."""
+        report = await (await self._save())
+        if report.problem:
+            await context.abort(grpc.StatusCode.INTERNAL, report.problem)
+        return protos.ExportReply(path=str(Path(report.path).resolve()))
+
+    async def Status(self, request: protos.TrainerStatusRequest, context: Any) -> protos.TrainerStatusReply:
+        return protos.TrainerStatusReply(
+            policy_version=self.policy_version,
+            incarnation=self.membership.incarnation,
+            weights_hash=self.outgoing.hash(),
+        )
+
+
+def from_wire(trajectory: protos.Trajectory) -> Trajectory:
+    """A trajectory as the trainer room sees it."""
+    from trainer.batch import Trajectory
+
+    return Trajectory(
+        sample=f"{trajectory.key.group}/{trajectory.key.index}",
+        group=trajectory.key.group,
+        prompt_ids=from_array(trajectory.prompt_ids),
+        response_ids=from_array(trajectory.response_ids),
+        behaviour_logprobs=from_array(trajectory.behaviour_logprobs),
+        loss_mask=from_array(trajectory.loss_mask) if trajectory.HasField("loss_mask") else None,
+        reward=trajectory.reward,
+        reference_logprobs=(
+            from_array(trajectory.reference_logprobs) if trajectory.HasField("reference_logprobs") else None
+        ),
+        spans=tuple((span.policy_version, span.num_tokens) for span in trajectory.spans),
+        stop_reason=protos.StopReason.Name(trajectory.stop_reason).removeprefix("STOP_REASON_").lower(),
+    )

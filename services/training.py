@@ -1,0 +1,210 @@
+"""The trainer, seen from the conductor: batches are formed, recorded, sent, and counted when their report comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import protos
+from services.actor import cancel
+from services.book import Batch, Book, Group
+from services.channel import call
+from services.errors import PeerError
+from services.ledger import Ledger
+from services.link import Link
+from services.roster import Member
+
+logger = logging.getLogger(__name__)
+TrainerLink = Link[protos.TrainRequest, protos.TrainReply]
+BATCHES_AHEAD = 2
+"""Recorded batches at the trainer: the one in work and the next, so that a step never waits for the wire."""
+
+
+class Rules(Protocol):
+    """What the run's config says about batches."""
+
+    num_steps: int
+    prompts_per_step: int
+    max_staleness: int
+    staleness_policy: str
+    min_group_samples: int
+
+
+class Training:
+    """Forms batches and drives the trainer; owns the order of steps."""
+
+    def __init__(
+        self,
+        book: Book,
+        ledger: Ledger,
+        rules: Rules,
+        *,
+        push_seconds: float,
+        members: Callable[[], Iterable[Member]],
+        post: Callable[[Callable[[], None]], None],
+        on_report: Callable[[protos.StepReport, Batch], None],
+        on_push: Callable[[protos.PushReport], None],
+        on_checkpoint: Callable[[protos.CheckpointReport], None],
+        on_end: Callable[[str, str], None],
+    ) -> None:
+        self.book = book
+        self.ledger = ledger
+        self.rules = rules
+        self.link: TrainerLink | None = None
+        self.ready = False
+        """The trainer has synchronized the rollout servers since it joined: it may be fed."""
+        self._incarnation = 0
+        self._push_seconds = push_seconds
+        self._members = members
+        self._post = post
+        self._on_report = on_report
+        self._on_push = on_push
+        self._on_checkpoint = on_checkpoint
+        self._on_end = on_end
+        self._unsent: list[int] = []
+        self._replay_until = 0
+        self._sync_wanted = asyncio.Event()
+        self._sync_task: asyncio.Task[None] | None = None
+
+    # Membership.
+
+    async def connect(self, member: Member, *, incarnation: int) -> None:
+        """Take on a trainer that has joined with the weights of `member.policy_version`."""
+        await self.drop()
+        await self.ledger.durable()
+        self._catch_up(member.policy_version)
+        self._incarnation = incarnation
+        self._replay_until = self.book.recorded_step
+        self._unsent = list(self.book.batches)
+        self.link = Link(
+            member.name,
+            member.address,
+            open_stream=lambda channel: protos.TrainerStub(channel).Train(),
+            on_reply=lambda link, reply: self._post(lambda: self._replied(link, reply)),
+            on_end=lambda link, reason: self._post(lambda: self._ended(link, reason)),
+        )
+        self._sync_task = asyncio.create_task(self._sync_when_wanted(self.link), name="sync-rollouts")
+        self.want_sync()
+
+    def _catch_up(self, version: int) -> None:
+        """Bring the book to the trainer's version: later steps are open again, earlier ones are trained."""
+        self.book.rewind(version, self.ledger.batches(after=version))
+        for step in [step for step in self.book.batches if step <= version]:
+            self.book.train(step)
+
+    async def drop(self) -> None:
+        link, self.link, self.ready = self.link, None, False
+        if self._sync_task is not None:
+            await cancel(self._sync_task)
+            self._sync_task = None
+        if link is not None:
+            await link.close()
+
+    def want_sync(self) -> None:
+        """The set of rollout servers has changed: the trainer must know, and new ones need the current version."""
+        self._sync_wanted.set()
+
+    async def _sync_when_wanted(self, link: TrainerLink) -> None:
+        stub = protos.TrainerStub(link.channel)
+        while True:
+            await self._sync_wanted.wait()
+            self._sync_wanted.clear()
+            servers = [self._address(member) for member in self._members()]
+            request = protos.SyncRolloutsRequest(servers=servers, whole_membership=True)
+            try:
+                reply = await call(
+                    stub.SyncRollouts, request, deadline_seconds=2 * self._push_seconds + 5, what="bringing rollout servers up"
+                )
+            except PeerError as error:
+                logger.warning("synchronizing the rollout servers failed", extra={"facts": {"why": error}})
+                await asyncio.sleep(0.2)
+                self._sync_wanted.set()
+                continue
+            self._post(lambda: self._synchronized(reply.push))  # noqa: B023 - posted before the next turn
+
+    def _address(self, member: Member) -> protos.RolloutAddress:
+        current = member.has_version and member.policy_version >= self.book.pushed_version
+        return protos.RolloutAddress(name=member.name, address=member.address, needs_version=not current)
+
+    def _synchronized(self, push: protos.PushReport) -> None:
+        self.ready = True
+        self._on_push(push)
+
+    def _ended(self, link: TrainerLink, reason: str) -> None:
+        if self.link is link:
+            self._on_end(link.name, reason)
+
+    # Batches.
+
+    async def pump(self) -> None:
+        """Form what can be formed, make it durable, send it."""
+        formed = False
+        while len(self.book.batches) < BATCHES_AHEAD and (groups := self._next_groups()):
+            batch = self.book.record(self.book.recorded_step + 1, groups)
+            self._unsent.append(batch.step)
+            formed = True
+        if formed:
+            await self.ledger.durable()
+        self._send()
+
+    def _send(self) -> None:
+        if self.link is None or not self.ready:
+            return
+        for step in self._unsent:
+            batch = self.book.batches[step]
+            if len(batch.trajectories) != len(batch.keys):
+                raise AssertionError(f"the payloads of step {step} were pruned before a checkpoint passed it")
+            message = protos.TrajectoryBatch(
+                step=step,
+                incarnation=self._incarnation,
+                trajectories=batch.trajectories,
+                replay=step <= self._replay_until,
+            )
+            self.link.send(protos.TrainRequest(batch=message))
+        self._unsent.clear()
+
+    def _next_groups(self) -> list[Group]:
+        """The oldest complete groups that the next step may train on; empty while there are too few."""
+        step = self.book.recorded_step + 1
+        if step > self.rules.num_steps or len(self.book.complete) < self.rules.prompts_per_step:
+            return []
+        chosen: list[Group] = []
+        for position in sorted(self.book.complete):
+            group = self.book.groups[position]
+            reason = self._unfit(group, step)
+            if reason:
+                self.book.drop_group(group, reason)
+            else:
+                chosen.append(group)
+            if len(chosen) == self.rules.prompts_per_step:
+                return chosen
+        return []
+
+    def _unfit(self, group: Group, step: int) -> str:
+        if len(group.ready()) < self.rules.min_group_samples:
+            return "invalid"
+        staleness = step - 1 - group.oldest_version()
+        return "stale" if staleness > self.rules.max_staleness and self.rules.staleness_policy == "drop" else ""
+
+    # Replies.
+
+    def _replied(self, link: TrainerLink, reply: protos.TrainReply) -> None:
+        if self.link is not link:
+            return
+        if reply.HasField("report"):
+            batch = self.book.batches.get(reply.report.step)
+            if batch is not None and self.book.train(reply.report.step):
+                self._on_report(reply.report, batch)
+        if reply.HasField("push"):
+            self._on_push(reply.push)
+        if reply.HasField("checkpoint"):
+            self._on_checkpoint(reply.checkpoint)
+
+    async def save(self) -> protos.CheckpointReport:
+        """Ask for a checkpoint of where the trainer stands."""
+        assert self.link is not None
+        stub = protos.TrainerStub(self.link.channel)
+        reply = await call(stub.Save, protos.SaveRequest(), deadline_seconds=120.0, what="saving the last checkpoint")
+        return reply.checkpoint
