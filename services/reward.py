@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 import protos
-from reward.function import Failure, Outcome, ScoreItem
+from reward.function import Failure, Outcome, RewardError, ScoreItem
 from reward.scorer import Scorer
 from services.errors import ConfigError
 from services.streams import Outbox
@@ -36,7 +36,7 @@ class RewardService(Worker, protos.RewardServicer):
         self.scorer = Scorer(self.config.reward)
         try:
             await self.scorer.start()
-        except ValueError as error:
+        except RewardError as error:
             raise ConfigError([f"reward: {error}"]) from error
         self.route = "+".join(self.scorer.routes)
         self.identity.capabilities.append(f"route:{self.route}")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from services.actor import Actor, Bind, run_process, run_until_signalled
 from services.compose import load_config
+from services.config import Config
 from services.errors import ConfigError, OffbeatError, PeerError
 from services.telemetry import set_up_logging
 
@@ -37,12 +38,10 @@ def serve_role(
     """Run one service until it is drained; returns the exit code and says what went wrong in one line."""
     try:
         check_place(role, place, join=join, recipe=recipe)
-        actor_folder = place.folder
-        actor = build(role, place, join=join, recipe=recipe, overrides=overrides)
-        if role == "conductor":
-            actor_folder = getattr(actor, "folder", None)
-        set_up_logging(place.name, folder=actor_folder, level=log_level)
-        run_process(run_until_signalled(actor))
+        config = load_config(recipe, overrides) if recipe is not None else None
+        folder = place.folder or (config.run_folder if config is not None else None)
+        set_up_logging(place.name, folder=folder, level=log_level)
+        run_process(live(role, place, config=config, folder=folder, join=join or ""))
     except ConfigError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
@@ -76,17 +75,17 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def build(role: str, place: Place, *, join: str | None, recipe: str | None, overrides: list[str]) -> Actor:
-    """The actor of a role; its room is imported here and no earlier."""
-    if role == "conductor":
+async def live(role: str, place: Place, *, config: Config | None, folder: Path | None, join: str) -> None:
+    """Make the actor inside its loop, which its channels are bound to, and run it."""
+    if role != "conductor":
+        actor: Actor = service_class(role)(place.bind(), conductor=join, config=config, folder=folder)
+    else:
         from services.conductor import Conductor
 
-        config = load_config(recipe or "", overrides)
-        folder = place.folder or config.run_folder
+        assert config is not None and folder is not None
         folder.mkdir(parents=True, exist_ok=True)
-        return Conductor(place.bind(), config, folder=folder)
-    kind = service_class(role)
-    return kind(place.bind(), conductor=join, folder=place.folder)
+        actor = Conductor(place.bind(), config, folder=folder)
+    await run_until_signalled(actor)
 
 
 def service_class(role: str):  # type: ignore[no-untyped-def]
