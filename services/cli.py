@@ -122,12 +122,16 @@ def export(
     leave(export_model(source, out))
 
 
-@app.command("make-model", hidden=True)
-def make_model(recipe: str, folder: Path) -> None:
-    """Make the small start model that a recipe asks for."""
+@app.command("make-model")
+def make_model(
+    recipe: Annotated[str, typer.Argument(help="a recipe that says `tiny`")],
+    folder: Annotated[Path | None, typer.Argument(help="folder to write; default: the recipe's own")] = None,
+) -> None:
+    """Make the small start model that a recipe asks for, before services are started one by one."""
     from services.tiny import make_start_model
 
-    leave(make_start_model(load(recipe, []), folder))
+    config = load(recipe, [])
+    leave(make_start_model(config, folder or Path(config.trainer.model)))
 
 
 @data_app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 
@@ -16,5 +17,5 @@ def convert_gsm8k(source: Path, out: Path) -> int:
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(json.dumps(report, indent=2))
+    print(json.dumps({split: asdict(part) for split, part in report.items()}, indent=2))
     return 0

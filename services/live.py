@@ -60,7 +60,7 @@ class LiveView:
         while True:
             status = await look(stub)
             if status is not None:
-                self._console.print(self._rates.line(status), soft_wrap=True)
+                self._console.print(self._rates.line(status), soft_wrap=True, markup=False)
             await asyncio.sleep(LINE_SECONDS)
 
     def _draw(self, status: protos.ConductorStatusReply) -> RenderableType:
@@ -118,7 +118,7 @@ def print_status(run: str) -> int:
             return 0
         console.print(f"no conductor answers for {run}")
         return 1
-    console.print(Rates().line(status))
+    console.print(Rates().line(status), markup=False)
     console.print(services_table(status))
     ledger = status.ledger
     dropped = "  ".join(f"dropped_{reason} {count}" for reason, count in ledger.dropped.items())

@@ -10,12 +10,14 @@ WARM_START_ROWS = 4096
 
 
 def make_start_model(config: Config, folder: Path) -> int:
-    """Write the model and, where asked, warm-start it on the run's own training prompts."""
+    """Write the model and, where asked, warm-start it on the run's own training prompts; one that is there stays."""
     from rollout.datasets import load_rows
     from trainer.tiny import make_tiny_qwen3
 
     tiny = config.tiny
-    assert tiny is not None, "only a recipe with `tiny` asks for a model"
+    if tiny is None or (folder / "config.json").is_file():
+        print(f"{folder}: nothing to make")
+        return 0
     scratch = folder.with_name(f"{folder.name}.tmp")
     make_tiny_qwen3(scratch, preset=tiny.preset, seed=tiny.seed)
     if tiny.warm_start_steps:
