@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 
 import torch
@@ -19,11 +20,20 @@ def join_store(host: str, port: int, *, deadline_seconds: float) -> TCPStore:
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
+def address_towards(host: str, port: int) -> str:
+    """This machine's own address on the way to `host`, by the routing table; nothing is sent. OSError without a way."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
 def open_group(
     store: Store, *, nonce: str, rank: int, world_size: int, host: str, deadline_seconds: float
 ) -> ProcessGroupGloo:
     """Meet the other ranks under the secret prefix `nonce`; blocks until all are there or the deadline is over.
 
+    `host` is this rank's own address, on which the others reach it.
     The group is not torch's default one, so a process may hold several. Every collective in it fails after the deadline.
     """
     options = ProcessGroupGloo._Options()

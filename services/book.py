@@ -53,6 +53,8 @@ class Sample:
     ticket: int = 0
     """Of the open score request."""
     reference_ticket: int = 0
+    oldest_version: int = 0
+    """The oldest policy_version among its tokens, once generated."""
     trajectory: protos.Trajectory | None = None
 
     @property
@@ -75,7 +77,7 @@ class Group:
 
     def oldest_version(self) -> int:
         """The oldest policy_version in the ready samples."""
-        return min(oldest_version(sample) for sample in self.ready())
+        return min(sample.oldest_version for sample in self.ready())
 
 
 @dataclass(slots=True)
@@ -157,6 +159,7 @@ class Book:
 
     def generate(self, sample: Sample, trajectory: protos.Trajectory) -> None:
         sample.state, sample.trajectory = State.GENERATED, trajectory
+        sample.oldest_version = min(span.policy_version for span in trajectory.spans)
         self.journal.generated(sample)
 
     def score(self, sample: Sample, *, value: float, breakdown: dict[str, float], route: str) -> None:
@@ -183,7 +186,7 @@ class Book:
         trajectories = [sample.trajectory for sample in samples if sample.trajectory is not None]
         batch = Batch(step, [sample.key for sample in samples], trajectories)
         for sample in samples:
-            batch.staleness[step - 1 - oldest_version(sample)] += 1
+            batch.staleness[step - 1 - sample.oldest_version] += 1
             sample.state = State.BATCHED
         for group in groups:
             self._remove(group)
@@ -308,9 +311,3 @@ class Book:
     def _add_batch(self, batch: Batch) -> None:
         self.batches[batch.step] = batch
         self.unpushed[batch.step] = len(batch.keys)
-
-
-def oldest_version(sample: Sample) -> int:
-    """The oldest policy_version among the tokens of a generated sample."""
-    assert sample.trajectory is not None
-    return min(span.policy_version for span in sample.trajectory.spans)

@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 Message = Callable[[], None]
 TICK_SECONDS = 0.2
 MAILBOX_SIZE = 100_000
+GATHER_SECONDS = 0.002
+"""After a first message the loop waits this long for more: fewer, fuller messages leave it."""
 FAREWELL_SECONDS = 10.0
 
 
@@ -72,7 +74,6 @@ class Conductor(Actor):
         self.run_id = ""
         self.journalist: Journalist | None = None
         self._changes: list[tuple[Member, bool]] = []
-        self._acknowledging: asyncio.Task[None] | None = None
 
     def register(self, server: grpc.aio.Server) -> tuple[str, ...]:
         protos.add_ConductorServicer_to_server(Desk(self), server)
@@ -147,6 +148,7 @@ class Conductor(Actor):
         try:
             while not self.finished.is_set():
                 message = await self.mailbox.get()
+                await asyncio.sleep(GATHER_SECONDS)
                 message()
                 while not self.mailbox.empty():
                     self.mailbox.get_nowait()()
@@ -165,8 +167,6 @@ class Conductor(Actor):
         self.referring.pump()
         if not self.paused:
             self.generation.pump()
-        if self.generation.unacknowledged and (self._acknowledging is None or self._acknowledging.done()):
-            self._acknowledging = asyncio.create_task(self._acknowledge(), name="acknowledge")
         if self.book.trained_step >= self.config.run.num_steps <= self.book.pushed_version:
             await self._finish()
 
@@ -175,8 +175,6 @@ class Conductor(Actor):
         for stage in (self.generation, self.judging, self.referring):
             await stage.close()
         await self.training.drop()
-        if self._acknowledging is not None:
-            await cancel(self._acknowledging)
         self.journalist.summarize(self.status(), num_tokens=self.generation.num_tokens)
         self.journalist.close()
         self.ledger.close()
@@ -203,10 +201,6 @@ class Conductor(Actor):
             self.referring.want(
                 [s for s in samples if s.trajectory is not None and not s.trajectory.HasField("reference_logprobs")]
             )
-
-    async def _acknowledge(self) -> None:
-        await self.ledger.durable()
-        self.generation.acknowledge()
 
     def reported(self, report: protos.StepReport, batch: Batch) -> None:
         self.journalist.step(report, batch)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import protos
 from services.book import Book, Sample, State
-from services.intake import refuse
+from services.intake import all_finite, refuse
 from services.link import Link
 from services.roster import Member
 
@@ -67,7 +67,6 @@ class Generation:
         self._on_end = on_end
         self._on_quarantine = on_quarantine
         self._lease_ids = itertools.count((life << 32) + 1)  # unique over the conductor's lives
-        self._unacknowledged: dict[str, list[protos.SampleKey]] = {}
         self._by_server: dict[str, set[tuple[int, int]]] = {}
 
     async def connect(self, member: Member) -> None:
@@ -165,18 +164,23 @@ class Generation:
             return
         link.credit += reply.credit.samples
         self.num_tokens += reply.num_generated_tokens
-        generated = [sample for trajectory in reply.trajectories if (sample := self._take(link, trajectory)) is not None]
+        newest = self.book.recorded_step
+        finite = all_finite(reply.trajectories)
+        generated = []
+        for trajectory in reply.trajectories:
+            reason = refuse(trajectory, newest_version=newest, finite=finite)
+            sample = self._take(link, trajectory, reason)
+            if sample is not None:
+                generated.append(sample)
         for nack in reply.nacks:
             self._nacked(nack)
-        self._unacknowledged.setdefault(link.name, []).extend(trajectory.key for trajectory in reply.trajectories)
         self._on_generated(generated)
 
-    def _take(self, link: RolloutLink, trajectory: protos.Trajectory) -> Sample | None:
+    def _take(self, link: RolloutLink, trajectory: protos.Trajectory, reason: str) -> Sample | None:
         sample = self.book.leased(trajectory.key, trajectory.lease_id)
         if sample is None:
             return None
         self._release(sample)
-        reason = refuse(trajectory, newest_version=self.book.recorded_step)
         if reason:
             logger.warning("trajectory refused", extra={"facts": {"sample": sample.key, "server": link.name, "why": reason}})
             self.book.refused[reason] += 1
@@ -195,17 +199,6 @@ class Generation:
             self._on_quarantine(sample, f"{nack.reason}: {nack.detail}")
         else:
             self._redo(sample, nack.reason)
-
-    def acknowledge(self) -> None:
-        """Tell the servers what is durable now; called after a commit of the ledger."""
-        for name, keys in self._unacknowledged.items():
-            if keys and name in self.links:
-                self.links[name].send(protos.GenerateRequest(acks=keys))
-        self._unacknowledged.clear()
-
-    @property
-    def unacknowledged(self) -> bool:
-        return bool(self._unacknowledged)
 
     # Losses.
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 import protos
-from protos.arrays import from_array
 
 ITEM_BYTES = {protos.DTYPE_INT32: 4, protos.DTYPE_FLOAT32: 4, protos.DTYPE_UINT8: 1}
 
 
-def refuse(trajectory: protos.Trajectory, *, newest_version: int) -> str:
-    """Why a trajectory cannot be trained on; empty where it can. Looks at shapes, and at numbers only for NaN."""
+def all_finite(trajectories: Sequence[protos.Trajectory]) -> bool:
+    """Whether every behaviour logprob of a whole reply is a logprob: one look for the good case."""
+    return plausible(b"".join(trajectory.behaviour_logprobs.data for trajectory in trajectories))
+
+
+def refuse(trajectory: protos.Trajectory, *, newest_version: int, finite: bool) -> str:
+    """Why a trajectory cannot be trained on; empty where it can. `finite`: its logprobs were looked at and are fine."""
     num_tokens = length(trajectory.response_ids, protos.DTYPE_INT32)
     if num_tokens < 0 or length(trajectory.prompt_ids, protos.DTYPE_INT32) <= 0:
         return "malformed_ids"
@@ -21,14 +27,27 @@ def refuse(trajectory: protos.Trajectory, *, newest_version: int) -> str:
         return "logprobs_do_not_match_tokens"
     if trajectory.HasField("loss_mask") and length(trajectory.loss_mask, protos.DTYPE_UINT8) != num_tokens:
         return "mask_does_not_match_tokens"
-    if sum(span.num_tokens for span in trajectory.spans) != num_tokens:
-        return "spans_do_not_match_tokens"
-    if any(span.policy_version > newest_version for span in trajectory.spans):
-        return "version_from_the_future"
-    logprobs = from_array(trajectory.behaviour_logprobs)
-    if not np.isfinite(logprobs).all() or logprobs.max() > 1e-3:
+    if not finite and not plausible(trajectory.behaviour_logprobs.data):
         return "logprobs_not_finite"
-    return ""
+    return refuse_spans(trajectory, num_tokens=num_tokens, newest_version=newest_version)
+
+
+def refuse_spans(trajectory: protos.Trajectory, *, num_tokens: int, newest_version: int) -> str:
+    """Why the version spans cannot be right; empty where they can."""
+    covered = 0
+    for span in trajectory.spans:
+        covered += span.num_tokens
+        if span.policy_version > newest_version:
+            return "version_from_the_future"
+    return "" if covered == num_tokens else "spans_do_not_match_tokens"
+
+
+def plausible(logprobs: bytes) -> bool:
+    """Whether float32 bytes hold finite numbers that are not above 0 (but for rounding); NaN fails every comparison."""
+    if len(logprobs) % 4 or not logprobs:
+        return False
+    values = np.frombuffer(logprobs, dtype="<f4")
+    return bool(values.min() > -np.inf and values.max() <= 1e-3)
 
 
 def refuse_reference(logprobs: protos.Array, trajectory: protos.Trajectory) -> str:
@@ -36,11 +55,12 @@ def refuse_reference(logprobs: protos.Array, trajectory: protos.Trajectory) -> s
     num_tokens = trajectory.response_ids.shape[0]
     if length(logprobs, protos.DTYPE_FLOAT32) != num_tokens:
         return "reference_does_not_match_tokens"
-    return "" if np.isfinite(from_array(logprobs)).all() else "reference_not_finite"
+    return "" if plausible(logprobs.data) else "reference_not_finite"
 
 
 def length(array: protos.Array, dtype: int) -> int:
     """Elements of a one-dimensional array of the wanted dtype; -1 where it is something else."""
-    if array.dtype != dtype or len(array.shape) != 1 or array.shape[0] * ITEM_BYTES[dtype] != len(array.data):
+    shape = array.shape
+    if array.dtype != dtype or len(shape) != 1 or shape[0] * ITEM_BYTES[dtype] != len(array.data):
         return -1
-    return array.shape[0]
+    return shape[0]

@@ -1,26 +1,22 @@
-"""The ledger on disk: SQLite in the run folder, WAL, one writer thread, group commit.
+"""The ledger on disk: every sample's state, leases, batches and payloads, in SQLite in the run folder.
 
-Rows are queued by the loop and written by the thread in one transaction for all that waits, so that a commit costs the same
-for one sample and for a thousand. `durable()` returns when everything queued before it is committed.
+Each change of the book is queued here as rows; services/commit.py writes them. Reading happens at a start, at a rewind and by
+whoever looks at a run.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sqlite3
-import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import protos
-from services.book import Batch, Group, Key, Sample, State, oldest_version
+from services.book import Batch, Group, Key, Sample, State
+from services.commit import Committer, connect
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -55,7 +51,6 @@ ORDER = {
         + (SET_REWOUND, INSERT_BATCH, SET_BATCHED, SET_TRAINED, SET_FACT, PRUNE_TRAJECTORIES, PRUNE_REFERENCES)
     )
 }
-Rows = list[tuple[Any, ...]]
 INDEX_BITS = 16
 
 
@@ -84,63 +79,70 @@ class Ledger:
     def __init__(self, path: Path, *, synchronous: str = "NORMAL") -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._reader = self._connect(synchronous)
+        self._reader = connect(path, synchronous)
         self._reader.executescript(SCHEMA)
-        self._synchronous = synchronous
-        self._queue: list[dict[str, Rows]] = []
-        self._waiting: list[Future[None]] = []
-        self._wake = threading.Condition()
-        self._closing = False
-        self.problem: Exception | None = None
-        self._thread = threading.Thread(target=self._write_until_closed, name="ledger", daemon=True)
-        self._thread.start()
+        self._committer = Committer(path, synchronous=synchronous, order=ORDER)
+        self._add = self._committer.add
+
+    @property
+    def problem(self) -> Exception | None:
+        """What the database said when a commit failed."""
+        return self._committer.problem
+
+    async def durable(self) -> None:
+        """Wait until everything queued so far is committed."""
+        await self._committer.durable()
+
+    def close(self) -> None:
+        """Commit what is queued and stop."""
+        self._committer.close()
+        self._reader.close()
 
     # Journal.
 
     def accepted(self, group: Group) -> None:
-        self._add(INSERT_GROUP, [(group.position, group.prompt.SerializeToString())])
-        self._add(INSERT_SAMPLE, [(row_id(sample.key),) for sample in group.samples])
+        self._add(INSERT_GROUP, (group.position, group.prompt.SerializeToString()))
+        self._add(INSERT_SAMPLE, *((row_id(sample.key),) for sample in group.samples))
 
     def generated(self, sample: Sample) -> None:
         assert sample.trajectory is not None
         identifier = row_id(sample.key)
-        self._add(INSERT_TRAJECTORY, [(identifier, sample.trajectory.SerializeToString())])
-        self._add(SET_GENERATED, [(sample.attempts, sample.server, oldest_version(sample), identifier)])
+        self._add(INSERT_TRAJECTORY, (identifier, sample.trajectory.SerializeToString()))
+        self._add(SET_GENERATED, (sample.attempts, sample.server, sample.oldest_version, identifier))
 
     def scored(self, sample: Sample) -> None:
         trajectory = sample.trajectory
         assert trajectory is not None
         breakdown = json.dumps(dict(trajectory.reward_breakdown))
-        self._add(SET_SCORED, [(trajectory.reward, breakdown, trajectory.reward_route, row_id(sample.key))])
+        self._add(SET_SCORED, (trajectory.reward, breakdown, trajectory.reward_route, row_id(sample.key)))
 
     def referenced(self, sample: Sample) -> None:
         assert sample.trajectory is not None
         logprobs = sample.trajectory.reference_logprobs.SerializeToString()
-        self._add(INSERT_REFERENCE, [(row_id(sample.key), logprobs)])
+        self._add(INSERT_REFERENCE, (row_id(sample.key), logprobs))
 
     def ended(self, sample: Sample, reason: str) -> None:
-        self._add(SET_ENDED, [(int(sample.state), sample.attempts, reason, row_id(sample.key))])
+        self._add(SET_ENDED, (int(sample.state), sample.attempts, reason, row_id(sample.key)))
 
     def batched(self, batch: Batch) -> None:
         identifiers = np.array([row_id(key) for key in batch.keys], dtype="<i8")
-        self._add(INSERT_BATCH, [(batch.step, identifiers.tobytes())])
-        self._add(SET_BATCHED, [(batch.step, identifier) for identifier in identifiers.tolist()])
+        self._add(INSERT_BATCH, (batch.step, identifiers.tobytes()))
+        self._add(SET_BATCHED, *((batch.step, identifier) for identifier in identifiers.tolist()))
 
     def trained(self, step: int) -> None:
-        self._add(SET_TRAINED, [(step,)])
+        self._add(SET_TRAINED, (step,))
 
     def pushed(self, version: int) -> None:
         self.set_fact("pushed_version", str(version))
 
     def rewound(self, step: int) -> None:
-        with self._wake:  # what was trained before the rewind must not be written after it
-            self._queue.append({})
-        self._add(SET_REWOUND, [(step,)])
+        self._committer.barrier()  # what was trained before the rewind must not be written after it
+        self._add(SET_REWOUND, (step,))
 
     # Facts: single values, e.g. run_id and incarnation.
 
     def set_fact(self, name: str, value: str) -> None:
-        self._add(SET_FACT, [(name, value)])
+        self._add(SET_FACT, (name, value))
 
     def fact(self, name: str, default: str = "") -> str:
         row = self._reader.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
@@ -197,72 +199,8 @@ class Ledger:
 
     def prune(self, *, before_step: int) -> None:
         """Forget the payloads of the steps before `before_step`; the rows of the samples stay."""
-        self._add(PRUNE_TRAJECTORIES, [(before_step,)])
-        self._add(PRUNE_REFERENCES, [(before_step,)])
-
-    # The thread.
-
-    async def durable(self) -> None:
-        """Wait until everything queued so far is committed."""
-        future: Future[None] = Future()
-        with self._wake:
-            self._waiting.append(future)
-            self._wake.notify()
-        await asyncio.wrap_future(future)
-
-    def close(self) -> None:
-        """Commit what is queued and stop; safe to call twice."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        self._thread.join(timeout=30.0)
-        self._reader.close()
-
-    def _add(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
-        with self._wake:
-            if not self._queue:
-                self._queue.append({})
-            self._queue[-1].setdefault(statement, []).extend(rows)
-            self._wake.notify()
-
-    def _connect(self, synchronous: str) -> sqlite3.Connection:
-        connection = sqlite3.connect(self.path, timeout=10.0, isolation_level=None, check_same_thread=False)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute(f"PRAGMA synchronous = {synchronous}")
-        return connection
-
-    def _write_until_closed(self) -> None:
-        connection = self._connect(self._synchronous)
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._queue or self._waiting or self._closing)
-                queue, waiting = self._queue, self._waiting
-                self._queue, self._waiting = [], []
-                closing = self._closing
-            self._commit(connection, queue, waiting)
-            if closing and not self._queue:
-                break
-        connection.close()
-
-    def _commit(
-        self, connection: sqlite3.Connection, queue: list[dict[str, Rows]], waiting: list[Future[None]]
-    ) -> None:
-        try:
-            if queue:
-                connection.execute("BEGIN")
-                for segment in queue:
-                    for statement in sorted(segment, key=ORDER.__getitem__):
-                        connection.executemany(statement, segment[statement])
-                connection.execute("COMMIT")
-        except sqlite3.Error as error:  # a full disk, say: whoever waits for durability must hear it
-            self.problem = error
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-        for future in waiting:
-            if self.problem is not None:
-                future.set_exception(self.problem)
-            else:
-                future.set_result(None)
+        self._add(PRUNE_TRAJECTORIES, (before_step,))
+        self._add(PRUNE_REFERENCES, (before_step,))
 
     def _sample(self, identifier: int, state: int, attempts: int, reason: str | None) -> StoredSample:
         return StoredSample(key_of(identifier), State(state), attempts, reason or "", self.trajectory(identifier))

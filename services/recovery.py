@@ -40,6 +40,8 @@ def restore(stored: StoredSample, *, use_reference: bool) -> Sample:
     """A sample where it stood, as far as that outlives the conductor."""
     state = State.PENDING if stored.state is State.LEASED else stored.state
     sample = Sample(*stored.key, state=state, attempts=stored.attempts, trajectory=stored.trajectory)
+    if stored.trajectory is not None:
+        sample.oldest_version = min(span.policy_version for span in stored.trajectory.spans)
     if state is State.SCORED and stored.trajectory is not None:
         if not use_reference or stored.trajectory.HasField("reference_logprobs"):
             sample.state = State.REFERENCED

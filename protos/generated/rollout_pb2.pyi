@@ -117,14 +117,9 @@ class GenerateRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LEASES_FIELD_NUMBER: builtins.int
-    ACKS_FIELD_NUMBER: builtins.int
     CANCELS_FIELD_NUMBER: builtins.int
     @property
     def leases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupLease]: ...
-    @property
-    def acks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[trajectory_pb2.SampleKey]:
-        """trajectories that are durable at the conductor"""
-
     @property
     def cancels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[trajectory_pb2.SampleKey]:
         """samples that nobody waits for any more"""
@@ -133,10 +128,9 @@ class GenerateRequest(google.protobuf.message.Message):
         self,
         *,
         leases: collections.abc.Iterable[Global___GroupLease] | None = ...,
-        acks: collections.abc.Iterable[trajectory_pb2.SampleKey] | None = ...,
         cancels: collections.abc.Iterable[trajectory_pb2.SampleKey] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acks", b"acks", "cancels", b"cancels", "leases", b"leases"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cancels", b"cancels", "leases", b"leases"]) -> None: ...
 
 Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
 
