@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroupGloo
 from protos import Manifest, Rendezvous
 from protos.buckets import Bucket, Slot, checksum, plan_buckets
 from protos.generated.trajectory_pb2 import DType
-from protos.gloo import broadcast, join_store, open_group
+from protos.gloo import address_towards, broadcast, join_store, open_group
 
 TORCH_DTYPES: dict[int, torch.dtype] = {
     DType.DTYPE_FLOAT32: torch.float32,
@@ -115,7 +115,7 @@ class Receiver:
             nonce=rendezvous.nonce,
             rank=rendezvous.rank,
             world_size=rendezvous.world_size,
-            host=rendezvous.host,
+            host=address_towards(rendezvous.host, rendezvous.port),
             deadline_seconds=deadline_seconds,
         )
         self._group_id, self._group = rendezvous.group_id, group
