@@ -97,7 +97,8 @@ class Launcher:
                 continue
             if child.role == "conductor" and code == 0:
                 return True
-            self._restart(child, code)
+            if code != 0:  # one that was drained has left for good
+                self._restart(child, code)
         return False
 
     def _restart(self, child: Child, code: int | None) -> None:
