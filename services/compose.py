@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +16,24 @@ from services.config import Config
 from services.errors import ConfigError
 
 RECIPES = Path(__file__).resolve().parent.parent / "deploy" / "recipes"
-Lines = dict[tuple[str, ...], int]
+Places = dict[tuple[str, ...], str]
+"""Where each key was said: `file:line`, or the override."""
 ROOMS_WITH_MODEL = ("rollout", "trainer")
+EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+KEY = re.compile(r"\b[a-z_]+(\.[a-z_]+)+\b")
 
 
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
-    """Read a recipe (a name in deploy/recipes or a path) and apply `a.b=c` overrides; ConfigError tells every mistake."""
-    path = find_recipe(recipe)
-    values, lines = read_yaml(path)
-    problems: list[str] = []
-    for override in overrides:
-        problem = apply_override(values, override)
-        if problem:
-            problems.append(problem)
+    """Read a recipe (a name in deploy/recipes or a path), apply `a.b=c` overrides; ConfigError tells every mistake."""
+    values, places = read_yaml(find_recipe(recipe))
+    problems = [problem for override in overrides if (problem := apply_override(values, override, places))]
     share_model(values)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        problems.extend(explain(error, source=str(path), lines=lines))
+        problems.extend(explain(error, places))
     else:
-        problems.extend(missing_files(config, source=str(path), lines=lines))
+        problems.extend(missing_files(config, places))
     if problems:
         raise ConfigError(problems)
     return config
@@ -55,40 +54,41 @@ def find_recipe(name: str) -> Path:
     raise ConfigError([f"{name}: no such recipe or file{hint} (recipes: {', '.join(known)})"])
 
 
-def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
-    """The values of a YAML file and the line of each key."""
+def read_yaml(path: Path) -> tuple[dict[str, Any], Places]:
+    """The values of a YAML file and the place of each key."""
     try:
         text = path.read_text(encoding="utf-8")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text) or {}
+        values = {} if node is None else yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read: {error}"]) from error
     except yaml.YAMLError as error:
-        raise ConfigError([f"{path}: is not YAML: {' '.join(str(error).split())}"]) from error
+        mark = getattr(error, "problem_mark", None)
+        line = 1 if mark is None else mark.line + 1
+        raise ConfigError([f"{path}:{line}: is not YAML: {getattr(error, 'problem', None) or error}"]) from error
     if not isinstance(values, dict):
         raise ConfigError([f"{path}:1: expected keys and values, found {type(values).__name__}"])
-    return values, dict(key_lines(node, ()))
+    return values, {(): f"{path}:1", **{key: f"{path}:{line}" for key, line in key_lines(node, ())}}
 
 
-def key_lines(node: Any, path: tuple[str, ...]) -> Lines:
-    found: Lines = {}
+def key_lines(node: yaml.Node | None, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """The line (from 1) of every key and list item."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             inner = (*path, str(key.value))
-            found[inner] = key.start_mark.line + 1
-            found.update(key_lines(value, inner))
+            yield inner, key.start_mark.line + 1
+            yield from key_lines(value, inner)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             inner = (*path, str(index))
-            found[inner] = value.start_mark.line + 1
-            found.update(key_lines(value, inner))
-    return found
+            yield inner, value.start_mark.line + 1
+            yield from key_lines(value, inner)
 
 
-def apply_override(values: dict[str, Any], override: str) -> str:
+def apply_override(values: dict[str, Any], override: str, places: Places) -> str:
     """Set `a.b=c` (also --a.b=c, +a.b=c, ++a.b=c) in place; returns a problem or an empty string."""
     key, equals, text = override.lstrip("-+").partition("=")
-    if not equals or not key:
+    if not equals or not all(key.split(".")):
         return f"{override}: an override is written key.path=value"
     *parents, last = key.split(".")
     target = values
@@ -99,25 +99,20 @@ def apply_override(values: dict[str, Any], override: str) -> str:
     try:
         target[last] = yaml.safe_load(text) if text else ""
     except yaml.YAMLError as error:
-        return f"{override}: the value is not YAML: {' '.join(str(error).split())}"
-    if isinstance(target[last], str) and is_number(target[last]):
-        target[last] = float(target[last])  # YAML 1.1 reads 1e-6 as text
+        return f"{override}: the value is not YAML: {getattr(error, 'problem', None) or error}"
+    if EXPONENT.fullmatch(text):
+        target[last] = float(text)  # YAML 1.1 reads 1e-6 as text
+    for depth in range(1, len(parents) + 1):
+        places.setdefault(tuple(parents[:depth]), override)
+    places[(*parents, last)] = override
     return ""
-
-
-def is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def share_model(values: dict[str, Any]) -> None:
     """The start model and the temperature are said once and hold for every room."""
     model = values.get("model")
     if model is None and values.get("tiny") is not None:
-        run = values.get("run") if isinstance(values.get("run"), dict) else {}
+        run = dig(values, "run")
         model = values["model"] = str(Path(str(run.get("folder", "outputs"))) / str(run.get("name", "")) / "model")
     for room in ROOMS_WITH_MODEL:
         section = values.setdefault(room, {})
@@ -138,31 +133,39 @@ def dig(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def explain(error: ValidationError, *, source: str, lines: Lines) -> list[str]:
-    """One line for each mistake: file:line: key: what, and what was meant."""
-    return [one_mistake(dict(detail), source=source, lines=lines) for detail in error.errors()]
+def explain(error: ValidationError, places: Places) -> list[str]:
+    """One line for each mistake: place: key: what, and what was meant."""
+    return [line for detail in error.errors() for line in mistakes(dict(detail), places)]
 
 
-def one_mistake(detail: dict[str, Any], *, source: str, lines: Lines) -> str:
+def mistakes(detail: dict[str, Any], places: Places) -> list[str]:
     path = tuple(str(part) for part in detail["loc"])
-    where = f"{source}:{line_of(path, lines)}"
     message = str(detail["msg"]).removeprefix("Value error, ")
+    if not path:  # rooms that do not fit together: each text names the keys that it is about
+        return [f"{place_of(key_in(text), places)}: {text}" for text in message.split("; ")]
+    where, key = place_of(path, places), ".".join(path)
     if detail["type"] == "extra_forbidden":
         nearest = difflib.get_close_matches(path[-1], valid_keys(path[:-1]), n=1, cutoff=0.4)
         hint = f"; did you mean {'.'.join((*path[:-1], nearest[0]))}?" if nearest else ""
-        return f"{where}: {'.'.join(path)}: unknown key{hint}"
+        return [f"{where}: {key}: unknown key{hint}"]
     if detail["type"] == "missing":
-        return f"{where}: {'.'.join(path)}: is required"
+        return [f"{where}: {key}: is required"]
     given = detail.get("input")
     shown = "" if isinstance(given, (dict, BaseModel)) else f" (got {given!r})"
-    return f"{where}: {'.'.join(path) or 'config'}: {message}{shown}"
+    return [f"{where}: {key}: {message}{shown}"]
 
 
-def line_of(path: tuple[str, ...], lines: Lines) -> int:
-    """The line of the key, or of the nearest section above it that the file has."""
-    while path and path not in lines:
+def key_in(text: str) -> tuple[str, ...]:
+    """The first key that a sentence names."""
+    found = KEY.search(text)
+    return tuple(found.group().split(".")) if found else ()
+
+
+def place_of(path: tuple[str, ...], places: Places) -> str:
+    """Where the key was said, or the nearest section above it."""
+    while path not in places:
         path = path[:-1]
-    return lines.get(path, 1)
+    return places[path]
 
 
 def valid_keys(path: tuple[str, ...]) -> list[str]:
@@ -178,21 +181,23 @@ def valid_keys(path: tuple[str, ...]) -> list[str]:
 
 def section_type(annotation: Any) -> Any:
     """The section class inside X, X | None or list[X]."""
-    inner = [part for part in getattr(annotation, "__args__", ()) if isinstance(part, type) and issubclass(part, BaseModel)]
+    inner = [
+        part for part in getattr(annotation, "__args__", ()) if isinstance(part, type) and issubclass(part, BaseModel)
+    ]
     return inner[0] if inner else annotation
 
 
-def missing_files(config: Config, *, source: str, lines: Lines) -> list[str]:
+def missing_files(config: Config, places: Places) -> list[str]:
     """Folders and files that the config names and that are not there."""
     problems = []
     if config.tiny is None:
         for room, model in (("rollout", config.rollout.model), ("trainer", config.trainer.model)):
             if looks_like_path(model) and not (Path(model).expanduser() / "config.json").is_file():
                 key = ("model",) if config.model == model else (room, "model")
-                problems.append(f"{source}:{line_of(key, lines)}: {'.'.join(key)}: no model folder at {model}")
+                problems.append(f"{place_of(key, places)}: {'.'.join(key)}: no model folder at {model}")
     for path in config.data.paths:
         if not Path(path).expanduser().exists():
-            problems.append(f"{source}:{line_of(('data', 'path'), lines)}: data.path: no such file: {path}")
+            problems.append(f"{place_of(('data', 'path'), places)}: data.path: no such file: {path}")
     return sorted(set(problems))
 
 

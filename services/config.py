@@ -142,7 +142,7 @@ class Config(Section):
             " a group would never be leased"
             if run.group_size > 2 * self.rollout.max_num_seqs
             else "",
-            f"a synchronous step has {batch} samples, more than the {credit} that the rollout servers take at once"
+            f"run.max_staleness=0 needs the {batch} samples of a step at once, and the rollout servers take {credit}"
             if run.max_staleness == 0 and batch > credit
             else "",
             f"trainer.algorithm.temperature={algorithm.temperature} differs from"

@@ -1,16 +1,19 @@
 """What can go wrong between services, and how it looks on the wire.
 
-    OffbeatError
-      ConfigError          the user's config is wrong: told at start, exit code 2
-      PeerError            a call to another service failed
-        PeerUnavailable    it is not there, or went away (worth another try)
-        PeerRefused        it is there and says no: fenced, wrong state, bad request (never retried)
-      PushFailed           a version could not be brought to a server
+OffbeatError
+  ConfigError          the user's config is wrong: told at start, exit code 2
+  PeerError            a call to another service failed
+    PeerUnavailable    it is not there, or went away (worth another try)
+    PeerRefused        it is there and says no: fenced, wrong state, bad request (never retried)
+  PushFailed           a version could not be brought to a server
 """
 
 from __future__ import annotations
 
-import grpc
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a config is checked without gRPC
+    import grpc
 
 
 class OffbeatError(Exception):
@@ -46,11 +49,11 @@ class PushFailed(OffbeatError):
 
 
 # UNKNOWN is what a malformed message gives and bare CANCELLED is what a shut-down stream gives: neither is retried.
-RETRYABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED}
+RETRYABLE = {"UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"}
 
 
 def from_status(error: grpc.aio.AioRpcError, *, what: str) -> PeerError:
     """Turn a gRPC status into one of our errors, saying what was tried."""
     code = error.code()
     text = f"{what}: {code.name}: {error.details() or 'no details'}"
-    return PeerUnavailable(text, code=code) if code in RETRYABLE else PeerRefused(text, code=code)
+    return PeerUnavailable(text, code=code) if code.name in RETRYABLE else PeerRefused(text, code=code)
