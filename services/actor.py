@@ -1,6 +1,6 @@
 """The one way to serve: one loop, one server, health, Hello, drain, one compute thread.
 
-    bind (a taken port is told before anything heavy is loaded) -> setup -> serving -> drain -> closed
+bind (a taken port is told before anything heavy is loaded) -> setup -> serving -> drain -> closed
 """
 
 from __future__ import annotations

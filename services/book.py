@@ -260,7 +260,10 @@ class Book:
     def counts(self) -> protos.LedgerCounts:
         """Count every sample where it is; `balanced` says whether the ledger equation holds."""
         states = Counter(
-            sample.state.name.lower() for group in self.groups.values() for sample in group.samples if sample.state not in FINAL
+            sample.state.name.lower()
+            for group in self.groups.values()
+            for sample in group.samples
+            if sample.state not in FINAL
         )
         states["batched"] += sum(len(batch.keys) for batch in self.batches.values())
         in_flight = sum(states.values())

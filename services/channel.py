@@ -66,7 +66,12 @@ def connect(address: str) -> grpc.aio.Channel:
 
 
 async def call(
-    method: Callable[..., Awaitable[Result]], request: object, *, deadline_seconds: float, retry: Retry = ONCE, what: str
+    method: Callable[..., Awaitable[Result]],
+    request: object,
+    *,
+    deadline_seconds: float,
+    retry: Retry = ONCE,
+    what: str,
 ) -> Result:
     """Call a unary method of a stub; raises PeerUnavailable or PeerRefused, never hangs past its deadline and budget."""
     loop = asyncio.get_running_loop()

@@ -22,12 +22,16 @@ app.add_typer(data_app, name="data")
 ROOMS = ("protos", "services", "trainer", "rollout", "reward")
 QUIET = {"TQDM_DISABLE": "1", "GRPC_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 """Progress bars and notes of libraries that would stand between our own lines; a user's own setting wins."""
-Overrides = Annotated[list[str] | None, typer.Argument(help="settings, e.g. run.num_steps=10 trainer.optimizer.lr=1e-5")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="settings, e.g. run.num_steps=10 trainer.optimizer.lr=1e-5")
+]
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @app.command(context_settings=OVERRIDES)
-def demo(overrides: Overrides = None, fresh: Annotated[bool, typer.Option(help="forget an earlier demo")] = True) -> None:
+def demo(
+    overrides: Overrides = None, fresh: Annotated[bool, typer.Option(help="forget an earlier demo")] = True
+) -> None:
     """Train a small model on this machine's CPU until its reward has visibly risen."""
     from services.demo import run_demo
 
@@ -83,13 +87,20 @@ def serve(
     from services.serve import Place, serve_role
 
     place = Place(
-        name=name or f"{role}-{os.getpid()}", host=host, port=port, advertise=advertise, folder=folder, insecure=insecure
+        name=name or f"{role}-{os.getpid()}",
+        host=host,
+        port=port,
+        advertise=advertise,
+        folder=folder,
+        insecure=insecure,
     )
     leave(serve_role(role, place, join=join, recipe=config, overrides=overrides or [], log_level=log_level))
 
 
 @app.command()
-def status(run: Annotated[str, typer.Argument(help="run folder or HOST:PORT of the conductor")] = "outputs/demo") -> None:
+def status(
+    run: Annotated[str, typer.Argument(help="run folder or HOST:PORT of the conductor")] = "outputs/demo",
+) -> None:
     """Say where a run stands."""
     from services.live import print_status
 
@@ -108,7 +119,9 @@ def evaluate(
     """Greedy accuracy (mean reward) of a model on the data of a recipe."""
     from services.evaluate import print_evaluation
 
-    leave(print_evaluation(load(recipe, [*(overrides or []), f"model={model}"]), split=split, limit=num_samples, out=out))
+    leave(
+        print_evaluation(load(recipe, [*(overrides or []), f"model={model}"]), split=split, limit=num_samples, out=out)
+    )
 
 
 @app.command()

@@ -86,7 +86,10 @@ class Conductor(Actor):
         run, conductor = self.config.run, self.config.conductor
         self.ledger = Ledger(self.folder / "ledger.sqlite", synchronous=conductor.synchronous)
         self.book = Book(
-            group_size=run.group_size, use_reference=self.config.use_reference, max_attempts=conductor.max_attempts, journal=self.ledger
+            group_size=run.group_size,
+            use_reference=self.config.use_reference,
+            max_attempts=conductor.max_attempts,
+            journal=self.ledger,
         )
         recovered = recover(self.book, self.ledger)
         self.journalist = Journalist(self.folder, self.book, self.config)
@@ -102,7 +105,11 @@ class Conductor(Actor):
         clock = asyncio.get_running_loop().time
         conductor = self.config.conductor
         self.judging = Judging(
-            self.book, max_attempts=conductor.max_score_attempts, post=self.post, on_quarantine=self.quarantine, on_end=self.lose
+            self.book,
+            max_attempts=conductor.max_score_attempts,
+            post=self.post,
+            on_quarantine=self.quarantine,
+            on_end=self.lose,
         )
         self.referring = Referring(self.book, post=self.post, on_quarantine=self.quarantine, on_end=self.lose)
         self.generation = Generation(

@@ -45,7 +45,9 @@ class RunConfig(Section):
 class ConductorConfig(Section):
     """Leases, liveness and the ledger."""
 
-    heartbeat_seconds: float = Field(default=1.0, gt=0, description="how often services give a sign of life; three missed: lost")
+    heartbeat_seconds: float = Field(
+        default=1.0, gt=0, description="how often services give a sign of life; three missed: lost"
+    )
     lease_seconds: float = Field(default=120.0, gt=0, description="how long a rollout server may take for a sample")
     max_attempts: int = Field(default=4, ge=1, description="leases of a sample before it is quarantined")
     max_score_attempts: int = Field(default=2, ge=1, description="scorings of a sample before it is quarantined")
@@ -60,7 +62,9 @@ class ConductorConfig(Section):
 class PushConfig(Section):
     """How weights travel."""
 
-    transport: Literal["gloo", "disk"] = Field(default="gloo", description="gloo: broadcast; disk: safetensors on a shared path")
+    transport: Literal["gloo", "disk"] = Field(
+        default="gloo", description="gloo: broadcast; disk: safetensors on a shared path"
+    )
     bucket_mib: float = Field(default=64.0, gt=0, description="upper bound of a bucket, in MiB")
     deadline_seconds: float = Field(default=30.0, gt=0, description="for one whole push")
     host: str = Field(default="127.0.0.1", description="address of the trainer's interface on which ranks meet")
@@ -69,7 +73,9 @@ class PushConfig(Section):
 class ReferenceConfig(Section):
     """The frozen policy."""
 
-    enabled: bool = Field(default=False, description="ask for reference logprobs even where no KL is used (as a metric)")
+    enabled: bool = Field(
+        default=False, description="ask for reference logprobs even where no KL is used (as a metric)"
+    )
     model: str | None = Field(default=None, description="folder or hub id; null: the start model")
     max_tokens_per_microbatch: int = Field(default=16384, ge=1, description="tokens, padding included, in one forward")
     threads: int = Field(default=1, ge=0, description="CPU threads; 0: as torch finds it")
@@ -149,7 +155,9 @@ class Config(Section):
             f" rollout.sampling.temperature={sampling.temperature}: logprobs would not agree"
             if not math.isclose(algorithm.temperature, sampling.temperature) and sampling.temperature > 0
             else "",
-            "rollout.sampling.temperature=0 draws the same sample for a whole group" if sampling.temperature == 0 else "",
+            "rollout.sampling.temperature=0 draws the same sample for a whole group"
+            if sampling.temperature == 0
+            else "",
         ]
 
     # What the conductor needs of it.

@@ -44,7 +44,12 @@ def demo(config: Config, *, fresh: bool) -> dict[str, Any]:
     after = accuracy(str(newest_checkpoint(folder)))
     print(f"{after:.1%}", flush=True)
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    summary = {"accuracy_before": before, "accuracy_after": after, **summary, "wall_seconds": round(time.monotonic() - began, 1)}
+    summary = {
+        "accuracy_before": before,
+        "accuracy_after": after,
+        **summary,
+        "wall_seconds": round(time.monotonic() - began, 1),
+    }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return summary
 

@@ -27,7 +27,9 @@ class Desk(protos.ConductorServicer):
         await self._ready(context)
         conductor = self.conductor
         return protos.RunConfigReply(
-            config_json=conductor.config.model_dump_json(), run_id=conductor.run_id, run_folder=str(conductor.folder.resolve())
+            config_json=conductor.config.model_dump_json(),
+            run_id=conductor.run_id,
+            run_folder=str(conductor.folder.resolve()),
         )
 
     async def Join(self, request: protos.JoinRequest, context: Any) -> protos.JoinReply:

@@ -105,7 +105,9 @@ class Generation:
             self.links[name].send(request)
 
     def _freest(self) -> RolloutLink | None:
-        ready = [link for link in self.links.values() if link.credit >= self.book.group_size and self._serves(link.name)]
+        ready = [
+            link for link in self.links.values() if link.credit >= self.book.group_size and self._serves(link.name)
+        ]
         return min(ready, key=lambda link: (link.in_hand, link.name)) if ready else None
 
     def _next_work(self) -> list[Sample]:
@@ -182,7 +184,9 @@ class Generation:
             return None
         self._release(sample)
         if reason:
-            logger.warning("trajectory refused", extra={"facts": {"sample": sample.key, "server": link.name, "why": reason}})
+            logger.warning(
+                "trajectory refused", extra={"facts": {"sample": sample.key, "server": link.name, "why": reason}}
+            )
             self.book.refused[reason] += 1
             self._redo(sample, reason)
             return None

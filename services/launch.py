@@ -108,7 +108,9 @@ class Launcher:
                 raise OffbeatError(f"{child.name} cannot start (exit code {code}):\n{tail(child.log)}")
             self.restarts += 1
             if self.restarts > self.config.launch.max_restarts:
-                raise OffbeatError(f"{child.name} died (exit code {code}), and the {self.restarts}th restart is one too many")
+                raise OffbeatError(
+                    f"{child.name} died (exit code {code}), and the {self.restarts}th restart is one too many"
+                )
             logger.warning("service died; starting it again", extra={"facts": {"name": child.name, "code": code}})
             child.process = None
             quick = now - child.started_at < QUICK_SECONDS
@@ -118,7 +120,9 @@ class Launcher:
 
     def stop(self) -> None:
         """Drain what still runs; what does not leave in its grace is killed."""
-        running = [child.process for child in self.children if child.process is not None and child.process.poll() is None]
+        running = [
+            child.process for child in self.children if child.process is not None and child.process.poll() is None
+        ]
         for process in running:
             process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_SECONDS
@@ -152,12 +156,22 @@ def prepare_folder(config: Config, *, fresh: bool) -> Path:
     folder = config.run_folder
     if fresh and folder.exists():
         shutil.rmtree(folder)
-    if (folder / "summary.json").exists() and json.loads((folder / "summary.json").read_text())["steps"] >= config.run.num_steps:
+    if (folder / "summary.json").exists() and json.loads((folder / "summary.json").read_text())[
+        "steps"
+    ] >= config.run.num_steps:
         raise OffbeatError(f"{folder} holds a finished run: choose another run.name, more run.num_steps, or --fresh")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     if config.tiny is not None and not Path(config.trainer.model).exists():
-        command = [sys.executable, "-P", "-m", "services.cli", "make-model", str(folder / "config.yaml"), config.trainer.model]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "services.cli",
+            "make-model",
+            str(folder / "config.yaml"),
+            config.trainer.model,
+        ]
         if subprocess.run(command, check=False).returncode:
             raise OffbeatError("the start model could not be made")
     return folder
@@ -188,7 +202,10 @@ def run_processes(config: Config, folder: Path, *, plain: bool) -> None:
     launcher = Launcher(config, folder)
     view = LiveView(launcher.address, plain=plain or not sys.stdout.isatty())
     stopping: list[int] = []
-    previous = {number: signal.signal(number, lambda number, frame: stopping.append(number)) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {
+        number: signal.signal(number, lambda number, frame: stopping.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     launcher.start()
     try:
         asyncio.run(watch(launcher, view, lambda: bool(stopping)))

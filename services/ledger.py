@@ -30,7 +30,9 @@ CREATE TABLE IF NOT EXISTS batches (step INTEGER PRIMARY KEY, samples BLOB NOT N
 INSERT_GROUP = "INSERT INTO groups VALUES (?, ?)"
 INSERT_SAMPLE = "INSERT INTO samples (id, state, attempts) VALUES (?, 0, 0)"
 INSERT_TRAJECTORY = "INSERT OR REPLACE INTO trajectories VALUES (?, ?)"
-SET_GENERATED = f"UPDATE samples SET state = {State.GENERATED:d}, attempts = ?, server = ?, oldest_version = ? WHERE id = ?"
+SET_GENERATED = (
+    f"UPDATE samples SET state = {State.GENERATED:d}, attempts = ?, server = ?, oldest_version = ? WHERE id = ?"
+)
 SET_SCORED = f"UPDATE samples SET state = {State.SCORED:d}, reward = ?, breakdown = ?, route = ? WHERE id = ?"
 INSERT_REFERENCE = "INSERT OR REPLACE INTO reference_logprobs VALUES (?, ?)"
 SET_ENDED = "UPDATE samples SET state = ?, attempts = ?, reason = ? WHERE id = ?"

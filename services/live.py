@@ -91,7 +91,9 @@ class Rates:
 async def look(stub: protos.ConductorStub) -> protos.ConductorStatusReply | None:
     """The run's status; None where the conductor does not answer now."""
     with suppress(PeerError):
-        return await call(stub.Status, protos.ConductorStatusRequest(), deadline_seconds=2.0, what="asking for the status")
+        return await call(
+            stub.Status, protos.ConductorStatusRequest(), deadline_seconds=2.0, what="asking for the status"
+        )
     return None
 
 

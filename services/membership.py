@@ -48,9 +48,7 @@ class Membership:
         request.process_id = self.actor.process_id
         request.incarnation = self.incarnation
         what = f"{self.actor.name} joining the run at {self.conductor}"
-        reply = await call(
-            self._stub.Join, request, deadline_seconds=DEADLINE_SECONDS, retry=JOIN_RETRY, what=what
-        )
+        reply = await call(self._stub.Join, request, deadline_seconds=DEADLINE_SECONDS, retry=JOIN_RETRY, what=what)
         self.run_id, self.incarnation = reply.run_id, reply.incarnation
         self._heartbeat_seconds = reply.heartbeat_seconds
         logger.info("joined", extra={"facts": {"run": reply.run_id, "conductor": self.conductor}})

@@ -45,7 +45,14 @@ class Pusher:
     """Brings packed weights to rollout servers; one push at a time."""
 
     def __init__(
-        self, outgoing: Outgoing, broadcaster: Broadcaster, *, name: str, deadline_seconds: float, update_mode: str, folder: Path
+        self,
+        outgoing: Outgoing,
+        broadcaster: Broadcaster,
+        *,
+        name: str,
+        deadline_seconds: float,
+        update_mode: str,
+        folder: Path,
     ) -> None:
         self.outgoing = outgoing
         self.broadcaster = broadcaster
@@ -98,7 +105,9 @@ class Pusher:
         began = time.monotonic()
         problems = await self._begin(version, peers, transport=transport)
         if problems:
-            return problems | ({} if transport == "disk" else {peer.name: "" for peer in peers if peer.name not in problems})
+            return problems | (
+                {} if transport == "disk" else {peer.name: "" for peer in peers if peer.name not in problems}
+            )
         if transport == "gloo":
             try:
                 await self._broadcast()
@@ -177,12 +186,18 @@ class Pusher:
         """Abort what failed. Who answers the abort may try again in a fresh group; who does not is evicted."""
         self.broadcaster.forget()
         failed = [peer for peer in peers if peer.name in problems]
-        request = protos.AbortPushRequest(policy_version=version, incarnation=self.incarnation, reason="transfer failed")
+        request = protos.AbortPushRequest(
+            policy_version=version, incarnation=self.incarnation, reason="transfer failed"
+        )
         _, silent = await self._each(
             failed,
             lambda peer: call(peer.stub.AbortPush, request, deadline_seconds=2.0, what=f"aborting on {peer.name}"),
         )
-        evicted = {peer.name: problems[peer.name] or silent.get(peer.name, "") for peer in failed if last or peer.name in silent}
+        evicted = {
+            peer.name: problems[peer.name] or silent.get(peer.name, "")
+            for peer in failed
+            if last or peer.name in silent
+        }
         report.failed.update(evicted)
         logger.warning("a push failed", extra={"facts": {"version": version, "evicted": evicted, "problems": problems}})
         for name in evicted:

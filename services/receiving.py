@@ -66,7 +66,9 @@ class Receiving:
         await self._fence(request.incarnation, context)
         incoming = self._incoming
         if incoming is None or incoming.version != request.policy_version:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"no push of version {request.policy_version} is open")
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, f"no push of version {request.policy_version} is open"
+            )
         assert incoming is not None
         began = time.monotonic()
         try:
@@ -104,4 +106,3 @@ class Receiving:
             text = f"trainer incarnation {incarnation} is fenced off by {self._newest_incarnation}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         self._newest_incarnation = incarnation
-

@@ -189,7 +189,8 @@ class RolloutService(Worker, Receiving, protos.RolloutServicer):
 
     def _trajectory(self, job: Job, completion: Completion) -> protos.Trajectory:
         spans = [
-            protos.VersionSpan(policy_version=span.policy_version, num_tokens=span.num_tokens) for span in completion.spans
+            protos.VersionSpan(policy_version=span.policy_version, num_tokens=span.num_tokens)
+            for span in completion.spans
         ]
         return protos.Trajectory(
             key=protos.SampleKey(group=job.key[0], index=job.key[1]),
@@ -256,4 +257,3 @@ def refusals(lease: protos.GroupLease, detail: str) -> list[protos.Nack]:
         )
         for index in lease.indices
     ]
-

@@ -21,7 +21,8 @@ def status_of(conductor: Conductor) -> protos.ConductorStatusReply:
         step=book.trained_step,
         num_steps=conductor.config.run.num_steps,
         policy_version=book.pushed_version,
-        services=[service_of(conductor, member) for member in conductor.roster.members.values()] + lost_services(conductor),
+        services=[service_of(conductor, member) for member in conductor.roster.members.values()]
+        + lost_services(conductor),
         ledger=book.counts(),
         staleness=dict(+book.staleness),
         metrics=conductor.journalist.last_metrics if conductor.journalist else {},

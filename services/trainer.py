@@ -158,7 +158,9 @@ class TrainerService(Worker, protos.TrainerServicer):
             transport = "disk" if len(needy) < len(request.servers) else self.config.push.transport
             report = await pusher.push(self.policy_version, transport=transport, names=needy)
             if report.failed and transport == "disk" and self.config.push.transport != "disk":
-                logger.warning("no shared path; broadcasting instead", extra={"facts": {"servers": list(report.failed)}})
+                logger.warning(
+                    "no shared path; broadcasting instead", extra={"facts": {"servers": list(report.failed)}}
+                )
                 await pusher.set_members([server for server in request.servers])
                 again = await pusher.push(self.policy_version, transport="gloo", names=list(report.failed))
                 again.committed.extend(report.committed)

@@ -115,7 +115,10 @@ class Training:
             request = protos.SyncRolloutsRequest(servers=servers, whole_membership=True)
             try:
                 reply = await call(
-                    stub.SyncRollouts, request, deadline_seconds=2 * self._push_seconds + 5, what="bringing rollout servers up"
+                    stub.SyncRollouts,
+                    request,
+                    deadline_seconds=2 * self._push_seconds + 5,
+                    what="bringing rollout servers up",
                 )
             except PeerError as error:
                 logger.warning("synchronizing the rollout servers failed", extra={"facts": {"why": error}})

@@ -65,4 +65,3 @@ class Worker(Actor):
     async def close(self) -> None:
         await self.membership.leave("drained")
         await super().close()
-

@@ -31,7 +31,8 @@ class Outgoing:
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> None:
         self._parameters = list(parameters)
         specs = [
-            TensorSpec(name=name, dtype=WIRE_DTYPES[tensor.dtype], shape=tensor.shape) for name, tensor in self._parameters
+            TensorSpec(name=name, dtype=WIRE_DTYPES[tensor.dtype], shape=tensor.shape)
+            for name, tensor in self._parameters
         ]
         self.manifest: Manifest = make_manifest(specs, bucket_bytes=bucket_bytes)
         self.plan = plan_buckets(self.manifest)
