@@ -17,7 +17,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 data_app = typer.Typer(help="Prepare and check data.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure, each figure beside its bare baseline.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+app.add_typer(bench_app, name="bench")
 
 ROOMS = ("protos", "services", "trainer", "rollout", "reward")
 QUIET = {"TQDM_DISABLE": "1", "GRPC_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
@@ -25,6 +27,8 @@ QUIET = {"TQDM_DISABLE": "1", "GRPC_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="settings, e.g. run.num_steps=10 trainer.optimizer.lr=1e-5")
 ]
+Out = Annotated[Path | None, typer.Option(help="file for the JSON")]
+Rounds = Annotated[int, typer.Option(help="measured rounds, after a warm-up")]
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -145,6 +149,40 @@ def make_model(
 
     config = load(recipe, [])
     leave(make_start_model(config, folder or Path(config.trainer.model)))
+
+
+@bench_app.command("demo", context_settings=OVERRIDES)
+def bench_demo(overrides: Overrides = None, out: Out = None) -> None:
+    """The demo beside a bare single-process loop."""
+    from services.bench.demo import bench_demo as bench
+
+    leave(bench(overrides or [], out=out))
+
+
+@bench_app.command("loop", context_settings=OVERRIDES)
+def bench_loop(
+    overrides: Overrides = None, recipe: str = "demo", steps: int = 110, rounds: Rounds = 3, out: Out = None
+) -> None:
+    """The whole loop, asynchronous against synchronous."""
+    from services.bench.loop import bench_loop as bench
+
+    leave(bench(recipe, overrides or [], steps=steps, rounds=rounds, out=out))
+
+
+@bench_app.command("rollout")
+def bench_rollout(rounds: Rounds = 5, threads: int = 1, out: Out = None) -> None:
+    """The hf engine against transformers' own generate."""
+    from services.bench.rollout import bench_rollout as bench
+
+    leave(bench(rounds=rounds, threads=threads, out=out))
+
+
+@bench_app.command("stream")
+def bench_stream(rounds: Rounds = 3, out: Out = None) -> None:
+    """Trajectories a second over a gRPC stream."""
+    from services.bench.stream import bench_stream as bench
+
+    leave(bench(rounds=rounds, out=out))
 
 
 @data_app.command()

@@ -174,6 +174,8 @@ class Conductor(Actor):
         self.referring.pump()
         if not self.paused:
             self.generation.pump()
+        if self.book.accepted:
+            self.journalist.start_clock()
         if self.book.trained_step >= self.config.run.num_steps <= self.book.pushed_version:
             await self._finish()
 
@@ -202,7 +204,6 @@ class Conductor(Actor):
         return member is not None and member.has_version and member.policy_version >= self.book.pushed_version
 
     def generated(self, samples: list[Sample]) -> None:
-        self.journalist.start_clock()
         self.judging.want([sample for sample in samples if sample.state is State.GENERATED])
         if self.book.use_reference:
             self.referring.want(

@@ -44,7 +44,7 @@ class Journalist:
         self._watchers: set[asyncio.Queue[protos.TelemetryEvent]] = set()
 
     def start_clock(self) -> None:
-        """The run proper begins with the first trajectory; what came before is start-up."""
+        """The run proper begins with the first lease; what came before is start-up."""
         if self._started is None:
             self._started = time.monotonic()
             self._busy_before = time.process_time()
