@@ -88,12 +88,8 @@ class Pusher:
             if not peers:
                 break
             problems = await self._attempt(version, peers, transport=transport, report=report)
-            done = [peer for peer in peers if peer.name not in problems]
-            if not problems or transport == "disk":
-                report.committed.extend(peer.name for peer in done)
-                peers = [peer for peer in peers if peer.name in problems]
-                if not problems:
-                    break
+            if not problems:
+                break
             peers = await self._survivors(version, peers, problems, report=report, last=attempt == ATTEMPTS - 1)
         report.seconds = time.monotonic() - began
         return report
@@ -104,20 +100,19 @@ class Pusher:
         """One try with these servers; returns what went wrong by server. A broken broadcast is everybody's problem."""
         began = time.monotonic()
         problems = await self._begin(version, peers, transport=transport)
-        if problems:
-            return problems | (
-                {} if transport == "disk" else {peer.name: "" for peer in peers if peer.name not in problems}
-            )
+        begun = [peer for peer in peers if peer.name not in problems]
+        if problems and transport == "gloo":
+            return problems | {peer.name: "" for peer in begun}
         if transport == "gloo":
             try:
                 await self._broadcast()
             except PushFailed as error:
                 return {peer.name: str(error) for peer in peers}
         report.transfer_seconds = time.monotonic() - began
-        replies, problems = await self._each(peers, lambda peer: self._commit(version, peer))
+        replies, refused = await self._each(begun, lambda peer: self._commit(version, peer))
         report.stall_seconds = max((reply.swap_seconds for reply in replies), default=0.0)
-        report.committed.extend(peer.name for peer in peers if peer.name not in problems and transport != "disk")
-        return problems
+        report.committed.extend(peer.name for peer in begun if peer.name not in refused)
+        return problems | refused
 
     async def _begin(self, version: int, peers: list[Peer], *, transport: str) -> dict[str, str]:
         request = protos.BeginPushRequest(
