@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class DataConfig(BaseModel):
     """One source of prompts. A mistake is a ValidationError before anything is read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     type: Literal["arithmetic", "gsm8k", "file"] = "arithmetic"
     """arithmetic is made from the seed, gsm8k reads a folder, file reads parquet or JSONL files."""
