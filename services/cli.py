@@ -139,16 +139,12 @@ def export(
     leave(export_model(source, out))
 
 
-@app.command("make-model")
-def make_model(
-    recipe: Annotated[str, typer.Argument(help="a recipe that says `tiny`")],
-    folder: Annotated[Path | None, typer.Argument(help="folder to write; default: the recipe's own")] = None,
-) -> None:
+@app.command("make-model", context_settings=OVERRIDES)
+def make_model(recipe: str, overrides: Overrides = None) -> None:
     """Make the small start model that a recipe asks for, before services are started one by one."""
     from services.tiny import make_start_model
 
-    config = load(recipe, [])
-    leave(make_start_model(config, folder or Path(config.trainer.model)))
+    leave(make_start_model(load(recipe, overrides)))
 
 
 @bench_app.command("demo", context_settings=OVERRIDES)

@@ -163,15 +163,7 @@ def prepare_folder(config: Config, *, fresh: bool) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     if config.tiny is not None and not Path(config.trainer.model).exists():
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "services.cli",
-            "make-model",
-            str(folder / "config.yaml"),
-            config.trainer.model,
-        ]
+        command = [sys.executable, "-P", "-m", "services.cli", "make-model", str(folder / "config.yaml")]
         if subprocess.run(command, check=False).returncode:
             raise OffbeatError("the start model could not be made")
     return folder

@@ -9,12 +9,12 @@ from services.config import Config
 WARM_START_ROWS = 4096
 
 
-def make_start_model(config: Config, folder: Path) -> int:
+def make_start_model(config: Config) -> int:
     """Write the model and, where asked, warm-start it on the run's own training prompts; one that is there stays."""
     from rollout.datasets import load_rows
     from trainer.tiny import make_tiny_qwen3
 
-    tiny = config.tiny
+    tiny, folder = config.tiny, Path(config.trainer.model)
     if tiny is None or (folder / "config.json").is_file():
         print(f"{folder}: nothing to make")
         return 0
