@@ -16,11 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 from services.config import Config
 from services.errors import OffbeatError
-from services.serve import ADDRESS_FILE
+from services.serve import ADDRESS_FILE, save_config
 from services.telemetry import set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -160,8 +158,7 @@ def prepare_folder(config: Config, *, fresh: bool) -> Path:
         "steps"
     ] >= config.run.num_steps:
         raise OffbeatError(f"{folder} holds a finished run: choose another run.name, more run.num_steps, or --fresh")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    save_config(config, folder)
     if config.tiny is not None and not Path(config.trainer.model).exists():
         command = [sys.executable, "-P", "-m", "services.cli", "make-model", str(folder / "config.yaml")]
         if subprocess.run(command, check=False).returncode:

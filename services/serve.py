@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from services.actor import Actor, Bind, run_process, run_until_signalled
 from services.compose import load_config
 from services.config import Config
@@ -83,9 +85,17 @@ async def live(role: str, place: Place, *, config: Config | None, folder: Path |
         from services.conductor import Conductor
 
         assert config is not None and folder is not None
-        folder.mkdir(parents=True, exist_ok=True)
+        save_config(config, folder)
         actor = Conductor(place.bind(), config, folder=folder)
     await run_until_signalled(actor)
+
+
+def save_config(config: Config, folder: Path) -> None:
+    """The resolved config, in the run folder; whole or not at all, for a restarted conductor reads it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = folder / "config.yaml.tmp"
+    scratch.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    scratch.replace(folder / "config.yaml")
 
 
 def service_class(role: str):  # type: ignore[no-untyped-def]
