@@ -12,14 +12,15 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check generate baseline clean
+.PHONY: help setup demo test check generate baseline compare clean
 
 help:
 	@echo "make demo      train a small model on this machine's CPU, under two minutes (ARGS='run.num_steps=100')"
 	@echo "make test      unit, integration and end-to-end tests (ARGS='-k conductor')"
 	@echo "make check     ruff, ruff format, mypy --strict, generated code against its sources"
 	@echo "make generate  write protos/generated/ from protos/*.proto, and docs/configuration.md"
-	@echo "make baseline  the demo's task in one plain process, to compare with"
+	@echo "make baseline  the demo's task in one plain process"
+	@echo "make compare   the demo beside that plain process"
 	@echo "make clean     remove .venv and caches; outputs/ and data/ stay"
 
 setup: $(READY)
@@ -61,6 +62,10 @@ generate: $(READY)
 baseline: $(READY)
 	@echo "==> the plain loop"
 	@$(BIN)/python -m deploy.recipes.plain_loop --model outputs/baseline/model $(ARGS)
+
+compare: $(READY)
+	@echo "==> offbeat bench demo"
+	@$(BIN)/offbeat bench demo $(ARGS)
 
 clean:
 	@echo "==> removing $(VENV) and caches"
