@@ -158,6 +158,7 @@ class Book:
         return None
 
     def generate(self, sample: Sample, trajectory: protos.Trajectory) -> None:
+        assert sample.state is State.LEASED
         sample.state, sample.trajectory = State.GENERATED, trajectory
         sample.oldest_version = min(span.policy_version for span in trajectory.spans)
         self.journal.generated(sample)
@@ -173,7 +174,7 @@ class Book:
 
     def refer(self, sample: Sample, logprobs: protos.Array) -> None:
         """Store reference logprobs; they may come before or after the reward."""
-        assert sample.trajectory is not None
+        assert sample.state in (State.GENERATED, State.SCORED) and sample.trajectory is not None
         sample.trajectory.reference_logprobs.CopyFrom(logprobs)
         sample.reference_ticket = 0
         self.journal.referenced(sample)
@@ -212,7 +213,7 @@ class Book:
         for step in [step for step in self.unpushed if step <= version]:
             self.outstanding -= self.unpushed.pop(step)
         self.pushed_version = max(self.pushed_version, version)
-        self.journal.pushed(version)
+        self.journal.pushed(self.pushed_version)
 
     # Sideways.
 
@@ -289,6 +290,7 @@ class Book:
             self._settled(self.groups[sample.group])
 
     def _end(self, sample: Sample, state: State, reason: str) -> None:
+        assert sample.state < State.BATCHED
         settled = sample.state is State.REFERENCED
         group = self.groups[sample.group]
         self.outstanding -= 1

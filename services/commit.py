@@ -1,6 +1,6 @@
-"""The writer thread of the ledger: rows are queued by the loop and committed together, at most a few milliseconds later.
+"""The writer thread of the ledger: rows are queued by the loop and committed together, at most milliseconds later.
 
-A commit costs about the same for one sample and for a thousand, so rows are let gather for a moment unless somebody waits.
+A commit costs about the same for one sample and for a thousand: rows are let gather for a moment unless somebody waits.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class Committer:
         self._thread.start()
 
     def add(self, statement: str, *rows: Row) -> None:
-        """Queue rows for a statement."""
+        """Queue rows for a statement; sqlite3.ProgrammingError once the ledger is closed."""
         with self._lock:
+            self._check_open()
             self._segments[-1].setdefault(statement, []).extend(rows)
         if not self._work.is_set():
             self._work.set()
@@ -57,6 +58,7 @@ class Committer:
         """Wait until everything queued so far is committed; raises what the database said."""
         future: Future[None] = Future()
         with self._lock:
+            self._check_open()
             self._waiting.append(future)
         self._hurry.set()
         self._work.set()
@@ -64,10 +66,15 @@ class Committer:
 
     def close(self) -> None:
         """Commit what is queued and stop; safe to call twice."""
-        self._closing = True
+        with self._lock:
+            self._closing = True
         self._hurry.set()
         self._work.set()
         self._thread.join(timeout=30.0)
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise sqlite3.ProgrammingError("the ledger is closed")
 
     def _run(self, path: Path, synchronous: str) -> None:
         connection = connect(path, synchronous)
@@ -75,28 +82,36 @@ class Committer:
         while not closing:
             self._work.wait()
             self._hurry.wait(GATHER_SECONDS)
-            closing = self._closing
             self._work.clear()
             self._hurry.clear()
             with self._lock:
+                closing = self._closing
                 segments, self._segments = self._segments, [{}]
                 waiting, self._waiting = self._waiting, []
             self._commit(connection, segments, waiting)
         connection.close()
 
     def _commit(self, connection: sqlite3.Connection, segments: list[Segment], waiting: list[Future[None]]) -> None:
-        try:
-            connection.execute("BEGIN")
-            for segment in segments:
-                for statement in sorted(segment, key=self._order.__getitem__):
-                    connection.executemany(statement, segment[statement])
-            connection.execute("COMMIT")
-        except sqlite3.Error as error:  # a full disk, say: whoever waits for durability must hear it
-            self.problem = error
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
+        if self.problem is None:  # after a lost transaction nothing may be written that builds on it
+            try:
+                self._write(connection, segments)
+            except Exception as error:  # a full disk, say: whoever waits for durability must hear it
+                self.problem = error
         for future in waiting:
+            if not future.set_running_or_notify_cancel():
+                continue
             if self.problem is not None:
                 future.set_exception(self.problem)
             else:
                 future.set_result(None)
+
+    def _write(self, connection: sqlite3.Connection, segments: list[Segment]) -> None:
+        connection.execute("BEGIN")
+        try:
+            for segment in segments:
+                for statement in sorted(segment, key=self._order.__getitem__):
+                    connection.executemany(statement, segment[statement])
+            connection.execute("COMMIT")
+        finally:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")

@@ -191,12 +191,14 @@ class Conductor(Actor):
     # The flow.
 
     def may_accept(self) -> bool:
-        """Admission: staleness by construction, and no more groups than the run still needs."""
+        """Admission: staleness by construction, and no more groups than the run still needs.
+
+        A whole group must fit under the bound: a quarantined sample makes no room for the samples of the next step.
+        """
         run = self.config.run
+        bound = (run.max_staleness + 1) * run.prompts_per_step * run.group_size
         needed = (run.num_steps - self.book.recorded_step) * run.prompts_per_step
-        return self.book.outstanding < (run.max_staleness + 1) * run.prompts_per_step * run.group_size and (
-            len(self.book.groups) < needed
-        )
+        return self.book.outstanding + run.group_size <= bound and len(self.book.groups) < needed
 
     def serves(self, name: str) -> bool:
         """A rollout server takes leases once it has the version that the trainer pushed last."""
