@@ -1,10 +1,11 @@
 """Named places where a test may break a process on purpose; a no-op unless OFFBEAT_FAULTS holds a plan.
 
-    OFFBEAT_FAULTS='rollout-1:push.begin@3=kill, trainer:step.trained@7=kill'
+    OFFBEAT_FAULTS='rollout-1:push.begin@3=kill, trainer:step.computed@7=kill'
 
-Each entry is service:point@nth=action. Actions: kill (SIGKILL to itself), stop (SIGSTOP), hang (block the loop for a minute),
-or any other word, which `fault` returns to the place that asked. What fires is written to the file OFFBEAT_FAULTS_LOG first, so
-that a test can prove it; an entry fires once in the life of that file, however often the process is restarted.
+Each entry is service:point@nth=action; nth counts passes of the process, or is the step at points of a step.
+Actions: kill (SIGKILL to itself), stop (SIGSTOP), hang (block the loop for a minute), or any other word, which `fault`
+returns to the place that asked. What fires is written to the file OFFBEAT_FAULTS_LOG first, so that a test can
+prove it; an entry fires once in the life of that file, however often the process is restarted.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ def arm(text: str) -> None:
         _plan[service, point, int(nth)] = action
 
 
-def fault(service: str, point: str) -> str:
-    """Pass a place; returns the planned word, or an empty string."""
+def fault(service: str, point: str, *, step: int = 0) -> str:
+    """Pass a place (for `step`, where it belongs to one); returns the planned word, or an empty string."""
     if not _plan:
         return ""
     count = _passed[service, point] = _passed.get((service, point), 0) + 1
-    action = _plan.get((service, point, count), "")
-    if not action or not note(f"{service}:{point}@{count}={action}"):
+    nth = step or count
+    action = _plan.get((service, point, nth), "")
+    if not action or not note(f"{service}:{point}@{nth}={action}"):
         return ""
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import protos
 from services.book import Book, Sample, State
+from services.faults import fault
 from services.intake import all_finite, refuse
 from services.link import Link
 from services.roster import Member
@@ -103,6 +104,8 @@ class Generation:
             request.leases.append(self._lease(link, samples))
         for name, request in messages.items():
             self.links[name].send(request)
+        if messages:
+            fault("conductor", "leases.sent")
 
     def _freest(self) -> RolloutLink | None:
         ready = [

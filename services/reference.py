@@ -10,6 +10,7 @@ import grpc
 
 import protos
 from protos.arrays import from_array, to_array
+from services.faults import fault
 from services.streams import Outbox
 from services.worker import Worker
 
@@ -61,6 +62,7 @@ class ReferenceService(Worker, protos.ReferenceServicer):
         self, request_iterator: AsyncIterator[protos.LogProbRequest], outbox: Outbox[protos.LogProbReply]
     ) -> None:
         async for request in request_iterator:
+            fault(self.name, "reference.asked")
             self._items.extend((item, outbox) for item in request.items)
             self._news.set()
 

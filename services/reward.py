@@ -12,6 +12,7 @@ import protos
 from reward.function import Failure, Outcome, RewardError, ScoreItem
 from reward.scorer import Scorer
 from services.errors import ConfigError
+from services.faults import fault
 from services.streams import Outbox
 from services.worker import Worker
 
@@ -60,6 +61,7 @@ class RewardService(Worker, protos.RewardServicer):
                 group.create_task(self._score(list(request.items), outbox))
 
     async def _score(self, items: list[protos.ScoreItem], outbox: Outbox[protos.ScoreReply]) -> None:
+        fault(self.name, "reward.asked")
         outcomes = await self.scorer.score([from_wire(item) for item in items])
         results = [self._result(item, outcome) for item, outcome in zip(items, outcomes, strict=True)]
         outbox.put(protos.ScoreReply(results=results, credit=protos.Credit(samples=len(items))))

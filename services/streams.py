@@ -23,6 +23,7 @@ class Outbox(Generic[Reply]):
     async def replies(self, reader: Coroutine[Any, Any, None]) -> AsyncIterator[Reply]:
         """Yield what is put, until `reader` ends; its error, if any, ends the stream."""
         reading = asyncio.create_task(reader, name="stream-reader")
+        waiting: asyncio.Task[Reply] | None = None
         try:
             while True:
                 waiting = asyncio.create_task(self._queue.get(), name="stream-outbox")
@@ -30,8 +31,7 @@ class Outbox(Generic[Reply]):
                 if waiting.done():
                     yield waiting.result()
                     continue
-                await cancel(waiting)
                 reading.result()
                 return
         finally:
-            await cancel(reading)
+            await cancel(reading, *([waiting] if waiting is not None else []))

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from trainer.checkpoint import Snapshot
 
 logger = logging.getLogger(__name__)
+REPORTS_KEPT = 8
+"""More than the batches that a conductor sends ahead."""
 
 
 class TrainerService(Worker, protos.TrainerServicer):
@@ -40,7 +43,9 @@ class TrainerService(Worker, protos.TrainerServicer):
 
     async def prepare(self) -> None:
         self.policy_version = 0
-        self._batches: asyncio.Queue[tuple[protos.TrajectoryBatch, Outbox[protos.TrainReply]]] = asyncio.Queue()
+        self._batches: asyncio.Queue[protos.TrajectoryBatch] = asyncio.Queue()
+        self._outbox: Outbox[protos.TrainReply] = Outbox()
+        self._reports: deque[protos.StepReport] = deque(maxlen=REPORTS_KEPT)
         self._pushing = asyncio.Lock()
         self._push_task: asyncio.Task[None] | None = None
         self._save_task: asyncio.Task[protos.CheckpointReport] | None = None
@@ -88,23 +93,24 @@ class TrainerService(Worker, protos.TrainerServicer):
     async def Train(
         self, request_iterator: AsyncIterator[protos.TrainRequest], context: Any
     ) -> AsyncIterator[protos.TrainReply]:
-        outbox: Outbox[protos.TrainReply] = Outbox()
+        """The newest stream gets every reply, also of a step that an older stream has asked for."""
+        outbox = self._outbox = Outbox()
+        for report in self._reports:  # a conductor that came back may have missed them; it counts each step once
+            outbox.put(protos.TrainReply(report=report))
         while not self._batches.empty():  # a new stream sends again what the old one had sent
             self._batches.get_nowait()
-        async for reply in outbox.replies(self._read(request_iterator, outbox)):
+        async for reply in outbox.replies(self._read(request_iterator)):
             yield reply
 
-    async def _read(
-        self, request_iterator: AsyncIterator[protos.TrainRequest], outbox: Outbox[protos.TrainReply]
-    ) -> None:
+    async def _read(self, request_iterator: AsyncIterator[protos.TrainRequest]) -> None:
         async for request in request_iterator:
-            self._batches.put_nowait((request.batch, outbox))
+            self._batches.put_nowait(request.batch)
 
     async def serve(self) -> None:
         """Step after step, as batches come."""
         while True:
             waited_from = time.monotonic()
-            batch, outbox = await self._batches.get()
+            batch = await self._batches.get()
             if batch.step <= self.policy_version:
                 logger.info("batch was trained before", extra={"facts": {"step": batch.step}})
                 continue
@@ -113,13 +119,13 @@ class TrainerService(Worker, protos.TrainerServicer):
                     f"batch {batch.step} for incarnation {batch.incarnation} came to incarnation"
                     f" {self.membership.incarnation} at version {self.policy_version}"
                 )
-            await self._step(batch, outbox, waited=time.monotonic() - waited_from)
+            await self._step(batch, waited=time.monotonic() - waited_from)
 
-    async def _step(self, batch: protos.TrajectoryBatch, outbox: Outbox[protos.TrainReply], *, waited: float) -> None:
+    async def _step(self, batch: protos.TrajectoryBatch, *, waited: float) -> None:
         began = time.monotonic()
         metrics = await self.compute(self._train, batch)
         seconds = time.monotonic() - began
-        fault(self.name, "step.computed")
+        fault(self.name, "step.computed", step=batch.step)
         async with self._pushing:  # the buckets are free again
             await self.compute(self.outgoing.pack)
             self.policy_version = batch.step
@@ -133,10 +139,11 @@ class TrainerService(Worker, protos.TrainerServicer):
             replay=batch.replay,
             weights_hash=self.outgoing.hash(),
         )
-        outbox.put(protos.TrainReply(report=report))
-        fault(self.name, "step.reported")
-        self._push_task = asyncio.create_task(self._push(batch.step, outbox), name=f"push-{batch.step}")
-        await self._save_if_due(batch.step, outbox)
+        self._reports.append(report)
+        self._outbox.put(protos.TrainReply(report=report))
+        fault(self.name, "step.reported", step=batch.step)
+        self._push_task = asyncio.create_task(self._push(batch.step), name=f"push-{batch.step}")
+        await self._save_if_due(batch.step)
 
     def _train(self, batch: protos.TrajectoryBatch) -> dict[str, float]:
         trajectories = [from_wire(trajectory) for trajectory in batch.trajectories]
@@ -144,10 +151,11 @@ class TrainerService(Worker, protos.TrainerServicer):
 
     # Pushes.
 
-    async def _push(self, version: int, outbox: Outbox[protos.TrainReply]) -> None:
+    async def _push(self, version: int) -> None:
         async with self._pushing:
             report = await self._the_pusher().push(version, transport=self.config.push.transport)
-        outbox.put(protos.TrainReply(push=report))
+        fault(self.name, "push.done", step=version)
+        self._outbox.put(protos.TrainReply(push=report))
 
     async def SyncRollouts(self, request: protos.SyncRolloutsRequest, context: Any) -> protos.SyncRolloutsReply:
         """Servers that came in between get the current version from disk; where all need it, it is broadcast."""
@@ -186,11 +194,11 @@ class TrainerService(Worker, protos.TrainerServicer):
 
     # Checkpoints.
 
-    async def _save_if_due(self, step: int, outbox: Outbox[protos.TrainReply]) -> None:
+    async def _save_if_due(self, step: int) -> None:
         every = self.config.trainer.checkpoint.every_steps
         if every and step % every == 0:
             task = await self._save()
-            task.add_done_callback(lambda done: outbox.put(protos.TrainReply(checkpoint=done.result())))
+            task.add_done_callback(lambda done: self._outbox.put(protos.TrainReply(checkpoint=done.result())))
 
     async def _save(self) -> asyncio.Task[protos.CheckpointReport]:
         """Copy the state now, write it on another thread; one write at a time."""
@@ -206,7 +214,7 @@ class TrainerService(Worker, protos.TrainerServicer):
     async def _write(self, taken: Snapshot) -> protos.CheckpointReport:
         from trainer.checkpoint import CheckpointFailed
 
-        fault(self.name, "checkpoint.write")
+        fault(self.name, "checkpoint.write", step=taken.step)
         report = protos.CheckpointReport(step=taken.step)
         try:
             path = await asyncio.to_thread(self.store.write, taken)

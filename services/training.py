@@ -12,6 +12,7 @@ from services.actor import cancel
 from services.book import Batch, Book, Group
 from services.channel import call
 from services.errors import PeerError
+from services.faults import fault
 from services.ledger import Ledger
 from services.link import Link
 from services.roster import Member
@@ -65,6 +66,7 @@ class Training:
         self._on_end = on_end
         self._unsent: list[int] = []
         self._replay_until = 0
+        self._joined_version = 0
         self._sync_wanted = asyncio.Event()
         self._sync_task: asyncio.Task[None] | None = None
 
@@ -74,10 +76,11 @@ class Training:
         """Take on a trainer that has joined with the weights of `member.policy_version`."""
         await self.drop()
         await self.ledger.durable()
-        self._catch_up(member.policy_version)
+        self.book.rewind(member.policy_version, self.ledger.batches(after=member.policy_version))
         self._incarnation = incarnation
         self._replay_until = self.book.recorded_step
-        self._unsent = list(self.book.batches)
+        self._joined_version = member.policy_version
+        self._unsent = [step for step in self.book.batches if step > member.policy_version]
         self.link = Link(
             member.name,
             member.address,
@@ -87,12 +90,6 @@ class Training:
         )
         self._sync_task = asyncio.create_task(self._sync_when_wanted(self.link), name="sync-rollouts")
         self.want_sync()
-
-    def _catch_up(self, version: int) -> None:
-        """Bring the book to the trainer's version: later steps are open again, earlier ones are trained."""
-        self.book.rewind(version, self.ledger.batches(after=version))
-        for step in [step for step in self.book.batches if step <= version]:
-            self.book.train(step)
 
     async def drop(self) -> None:
         link, self.link, self.ready = self.link, None, False
@@ -132,6 +129,8 @@ class Training:
         return protos.RolloutAddress(name=member.name, address=member.address, needs_version=not current)
 
     def _synchronized(self, push: protos.PushReport) -> None:
+        for step in [step for step in self.book.batches if step <= self._joined_version]:
+            self.book.train(step)  # it is in the trainer's weights, and its report died with a process
         self.ready = True
         self._on_push(push)
 
@@ -150,13 +149,16 @@ class Training:
             formed = True
         if formed:
             await self.ledger.durable()
+            fault("conductor", "batch.recorded", step=self.book.recorded_step)
         self._send()
 
     def _send(self) -> None:
         if self.link is None or not self.ready:
             return
         for step in self._unsent:
-            batch = self.book.batches[step]
+            batch = self.book.batches.get(step)
+            if batch is None:  # trained meanwhile: an earlier stream had sent it
+                continue
             if len(batch.trajectories) != len(batch.keys):
                 raise AssertionError(f"the payloads of step {step} were pruned before a checkpoint passed it")
             message = protos.TrajectoryBatch(
