@@ -252,6 +252,7 @@ class Book:
         self.trained_step = min(self.trained_step, step)
         self.pushed_version = min(self.pushed_version, step)
         self.journal.rewound(step)
+        self.journal.pushed(self.pushed_version)
 
     # Sight.
 
