@@ -250,13 +250,15 @@ class Conductor(Actor):
 
     def _next_incarnation(self, request: protos.JoinRequest) -> None:
         """A new trainer process gets the next number, which fences off the older ones; a known one keeps its own."""
-        if request.incarnation and request.incarnation != self.incarnation:
+        if 0 < request.incarnation < self.incarnation:
             raise ValueError(
                 f"trainer incarnation {request.incarnation} is fenced off: incarnation {self.incarnation} has taken over"
             )
         if not request.incarnation:
-            self.incarnation += 1
-            self.ledger.set_fact("incarnation", str(self.incarnation))
+            for member in list(self.roster.of("trainer")):
+                self.lose(member.name, "another trainer has joined")
+        self.incarnation = request.incarnation or self.incarnation + 1
+        self.ledger.set_fact("incarnation", str(self.incarnation))
 
     def lose(self, name: str, reason: str) -> None:
         """A service is gone: its work goes to others as soon as the loop turns."""

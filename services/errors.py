@@ -2,6 +2,7 @@
 
 OffbeatError
   ConfigError          the user's config is wrong: told at start, exit code 2
+  Replaced             another process has taken this service's place: told, exit code 3
   PeerError            a call to another service failed
     PeerUnavailable    it is not there, or went away (worth another try)
     PeerRefused        it is there and says no: fenced, wrong state, bad request (never retried)
@@ -26,6 +27,10 @@ class ConfigError(OffbeatError):
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+class Replaced(OffbeatError):
+    """The run goes on without this process; starting it again would push out its successor."""
 
 
 class PeerError(OffbeatError):

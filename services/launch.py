@@ -18,12 +18,14 @@ from pathlib import Path
 
 from services.config import Config
 from services.errors import OffbeatError
-from services.serve import ADDRESS_FILE, save_config
+from services.serve import ADDRESS_FILE, save_config, REPLACED
 from services.telemetry import set_up_logging
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 15.0
+LEFT = (0, REPLACED)
+"""Exit codes of services that have left for good: drained, or replaced by one that somebody else has started."""
 QUICK_SECONDS = 5.0
 """A service that dies sooner than this after its start is started again only after a pause."""
 
@@ -95,7 +97,7 @@ class Launcher:
                 continue
             if child.role == "conductor" and code == 0:
                 return True
-            if code != 0:  # one that was drained has left for good
+            if code not in LEFT:
                 self._restart(child, code)
         return False
 

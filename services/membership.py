@@ -11,7 +11,7 @@ from collections.abc import Callable
 import protos
 from services.actor import Actor
 from services.channel import Retry, call, connect
-from services.errors import PeerError, PeerRefused, PeerUnavailable
+from services.errors import PeerError, Replaced
 
 logger = logging.getLogger(__name__)
 JOIN_RETRY = Retry(budget_seconds=30.0)
@@ -54,7 +54,7 @@ class Membership:
         logger.info("joined", extra={"facts": {"run": reply.run_id, "conductor": self.conductor}})
 
     async def stay(self) -> None:
-        """Beat until the run is over; a lost conductor is waited for, a refusal ends the service."""
+        """Beat until the run is over; a lost conductor is waited for. Replaced where it does not want us any more."""
         while not self.actor.draining.is_set():
             try:
                 async with asyncio.timeout(self._heartbeat_seconds):
@@ -77,11 +77,10 @@ class Membership:
                 self.actor.drain()
             elif not reply.known:
                 await self.join()
-        except PeerUnavailable:
-            logger.warning("the conductor does not answer; trying again")
-        except PeerRefused as error:
-            logger.error("the conductor refuses this service", extra={"facts": {"reason": str(error)}})
-            self.actor.drain(grace_seconds=0.5)
+        except PeerError as error:
+            if error.code.name == "FAILED_PRECONDITION":
+                raise Replaced(str(error)) from error
+            logger.warning("the conductor does not answer; trying again", extra={"facts": {"why": str(error)}})
 
     async def leave(self, reason: str) -> None:
         """Say goodbye; a conductor that is gone already is no error."""

@@ -12,11 +12,13 @@ import yaml
 from services.actor import Actor, Bind, run_process, run_until_signalled
 from services.compose import load_config
 from services.config import Config
-from services.errors import ConfigError, OffbeatError, PeerError
+from services.errors import ConfigError, OffbeatError, PeerError, Replaced
 from services.telemetry import set_up_logging
 
 ROLES = ("conductor", "rollout", "reward", "reference", "trainer")
 ADDRESS_FILE = "conductor.address"
+REPLACED = 3
+"""Exit code of a service whose place another process has taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ def serve_role(
         return 2
     except (OffbeatError, PeerError) as error:
         print(f"{place.name}: {error}", file=sys.stderr)
-        return 1
+        return REPLACED if isinstance(error, Replaced) else 1
     return 0
 
 
