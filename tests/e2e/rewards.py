@@ -1,0 +1,8 @@
+"""A reward that a random model earns in part, so that every group has something to compare."""
+
+from __future__ import annotations
+
+
+def digits(item) -> float:  # type: ignore[no-untyped-def]
+    """Share of the characters of the response that are digits, 0 for an empty one."""
+    return sum(character.isdigit() for character in item.response) / max(len(item.response), 1)
