@@ -3,8 +3,8 @@
     python protos/generate.py           write protos/generated/
     python protos/generate.py --check   exit 1 and name what differs
 
-The generator runs in a virtual environment of its own, so that the twins are made by the same old tool everywhere: code from
-grpcio-tools 1.71.2 runs on protobuf 5.29 and all later ones, code from newer tools refuses older runtimes.
+The generator runs in a virtual environment of its own, so that the twins are made by the same old tool everywhere:
+code from grpcio-tools 1.71.2 runs on protobuf 5.29 and all later ones, code from newer tools refuses older runtimes.
 """
 
 from __future__ import annotations

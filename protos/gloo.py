@@ -34,7 +34,7 @@ def open_group(
     """Meet the other ranks under the secret prefix `nonce`; blocks until all are there or the deadline is over.
 
     `host` is this rank's own address, on which the others reach it.
-    The group is not torch's default one, so a process may hold several. Every collective in it fails after the deadline.
+    The group is not torch's default one, so a process may hold several. Its collectives fail after the deadline.
     """
     options = ProcessGroupGloo._Options()
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]

@@ -17,7 +17,7 @@ Reply = TypeVar("Reply", covariant=True)
 Result = TypeVar("Result")
 
 MAX_MESSAGE_BYTES = 512 * 1024 * 1024
-# keepalive_timeout alone does not end a dead connection: the ping timer of HTTP/2 is separate and one minute by default.
+# keepalive_timeout alone does not end a dead connection: HTTP/2 has a ping timer of its own, one minute by default.
 KEEPALIVE: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -73,7 +73,7 @@ async def call(
     retry: Retry = ONCE,
     what: str,
 ) -> Result:
-    """Call a unary method of a stub; raises PeerUnavailable or PeerRefused, never hangs past its deadline and budget."""
+    """Call a unary method of a stub; PeerUnavailable or PeerRefused; never hangs past deadline and budget."""
     loop = asyncio.get_running_loop()
     give_up = loop.time() + retry.budget_seconds
     wait = retry.first_wait_seconds

@@ -252,7 +252,8 @@ class Conductor(Actor):
         """A new trainer process gets the next number, which fences off the older ones; a known one keeps its own."""
         if 0 < request.incarnation < self.incarnation:
             raise ValueError(
-                f"trainer incarnation {request.incarnation} is fenced off: incarnation {self.incarnation} has taken over"
+                f"trainer incarnation {request.incarnation} is fenced off:"
+                f" incarnation {self.incarnation} has taken over"
             )
         if not request.incarnation:
             for member in list(self.roster.of("trainer")):

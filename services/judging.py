@@ -1,4 +1,4 @@
-"""Trajectory to reward: any number of reward services, typed failures, another try, then quarantine. Never a silent zero."""
+"""Trajectory to reward: typed failures, another try, then quarantine. Never a silent zero."""
 
 from __future__ import annotations
 

@@ -15,11 +15,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from services.config import Config
 from services.errors import OffbeatError
-from services.serve import ADDRESS_FILE, save_config, REPLACED
+from services.serve import ADDRESS_FILE, REPLACED, save_config
 from services.telemetry import set_up_logging
+
+if TYPE_CHECKING:
+    from services.live import LiveView
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1

@@ -1,7 +1,7 @@
 """The ledger on disk: every sample's state, leases, batches and payloads, in SQLite in the run folder.
 
-Each change of the book is queued here as rows; services/commit.py writes them. Reading happens at a start, at a rewind and by
-whoever looks at a run.
+Each change of the book is queued here as rows; services/commit.py writes them. Reading happens at a start, at a rewind
+and by whoever looks at a run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from services.commit import Committer, connect
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS groups (position INTEGER PRIMARY KEY, prompt BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS samples (id INTEGER PRIMARY KEY, state INTEGER NOT NULL, attempts INTEGER NOT NULL, server TEXT,
-    oldest_version INTEGER, reward REAL, breakdown TEXT, route TEXT, step INTEGER, reason TEXT);
+CREATE TABLE IF NOT EXISTS samples (id INTEGER PRIMARY KEY, state INTEGER NOT NULL, attempts INTEGER NOT NULL,
+    server TEXT, oldest_version INTEGER, reward REAL, breakdown TEXT, route TEXT, step INTEGER, reason TEXT);
 CREATE TABLE IF NOT EXISTS trajectories (id INTEGER PRIMARY KEY, trajectory BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS reference_logprobs (id INTEGER PRIMARY KEY, logprobs BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS batches (step INTEGER PRIMARY KEY, samples BLOB NOT NULL, trained INTEGER NOT NULL);
@@ -44,8 +44,8 @@ SET_FACT = "INSERT OR REPLACE INTO facts VALUES (?, ?)"
 PRUNE = "DELETE FROM {table} WHERE id IN (SELECT id FROM samples WHERE step IS NOT NULL AND step < ?)"
 PRUNE_TRAJECTORIES = PRUNE.format(table="trajectories")
 PRUNE_REFERENCES = PRUNE.format(table="reference_logprobs")
-# The order of a sample's life. Statements of one transaction run in this order, whatever order they were queued in, so that
-# a row queued late in its life is never overwritten by an earlier stage.
+# The order of a sample's life. Statements of one transaction run in this order, whatever order they were queued in, so
+# that a row queued late in its life is never overwritten by an earlier stage.
 ORDER = {
     statement: rank
     for rank, statement in enumerate(
@@ -210,8 +210,8 @@ class Ledger:
     def trajectory(self, identifier: int) -> protos.Trajectory | None:
         """A stored trajectory with its reward and reference logprobs; None where there is none (any more)."""
         row = self._reader.execute(
-            "SELECT t.trajectory, s.reward, s.breakdown, s.route, r.logprobs FROM trajectories t JOIN samples s ON s.id = t.id"
-            " LEFT JOIN reference_logprobs r ON r.id = t.id WHERE t.id = ?",
+            "SELECT t.trajectory, s.reward, s.breakdown, s.route, r.logprobs FROM trajectories t"
+            " JOIN samples s ON s.id = t.id LEFT JOIN reference_logprobs r ON r.id = t.id WHERE t.id = ?",
             (identifier,),
         ).fetchone()
         if row is None:

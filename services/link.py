@@ -1,4 +1,4 @@
-"""One long-lived bidirectional stream from the conductor to a peer: what goes out is queued, what comes in is posted."""
+"""One long-lived stream from the conductor to a peer: what goes out is queued, what comes in is posted."""
 
 from __future__ import annotations
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import suppress
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 import protos
@@ -17,10 +15,10 @@ from services.actor import cancel
 from services.channel import Retry, call, connect
 from services.errors import PeerError
 from services.serve import ADDRESS_FILE
+from services.view import Rates, line, panel
 
 LOOK_SECONDS = 0.5
 LINE_SECONDS = 5.0
-METRICS = ("reward_mean", "loss", "kl", "entropy", "grad_norm", "staleness_mean", "response_length_mean")
 
 
 class LiveView:
@@ -60,32 +58,13 @@ class LiveView:
         while True:
             status = await look(stub)
             if status is not None:
-                self._console.print(self._rates.line(status), soft_wrap=True, markup=False)
+                self._rates.see(status)
+                self._console.print(line(status, self._rates), soft_wrap=True, markup=False, highlight=False)
             await asyncio.sleep(LINE_SECONDS)
 
     def _draw(self, status: protos.ConductorStatusReply) -> RenderableType:
-        return Group(Text(self._rates.line(status)), services_table(status))
-
-
-class Rates:
-    """Steps and samples a second between two looks."""
-
-    def __init__(self) -> None:
-        self._before: tuple[float, int, int] | None = None
-
-    def line(self, status: protos.ConductorStatusReply) -> str:
-        now, ledger = time.monotonic(), status.ledger
-        rate = ""
-        if self._before is not None and now > self._before[0]:
-            seconds = now - self._before[0]
-            samples = (ledger.trained - self._before[2]) / seconds
-            rate = f"  {(status.step - self._before[1]) / seconds:.1f} steps/s  {samples:.0f} samples/s"
-        self._before = (now, status.step, ledger.trained)
-        shown = "  ".join(f"{name}={status.metrics[name]:.3g}" for name in METRICS if name in status.metrics)
-        queue = "  ".join(f"{name}:{count}" for name, count in sorted(ledger.states.items()))
-        balance = "" if ledger.balanced else "  LEDGER DOES NOT BALANCE"
-        head = f"{status.state}  step {status.step}/{status.num_steps}  version {status.policy_version}{rate}"
-        return f"{head}  {shown}  [{queue}]{balance}"
+        self._rates.see(status)
+        return panel(status, self._rates)
 
 
 async def look(stub: protos.ConductorStub) -> protos.ConductorStatusReply | None:
@@ -95,15 +74,6 @@ async def look(stub: protos.ConductorStub) -> protos.ConductorStatusReply | None
             stub.Status, protos.ConductorStatusRequest(), deadline_seconds=2.0, what="asking for the status"
         )
     return None
-
-
-def services_table(status: protos.ConductorStatusReply) -> Table:
-    table = Table("service", "state", "version", "in hand", "heartbeat", "address", box=None, pad_edge=False)
-    for service in status.services:
-        version = str(service.policy_version) if service.role in ("rollout", "trainer") else ""
-        age = f"{service.heartbeat_age_seconds:.1f} s ago" if service.address else ""
-        table.add_row(service.name, service.state, version, str(service.in_hand or ""), age, service.address)
-    return table
 
 
 def print_status(run: str) -> int:
@@ -120,8 +90,7 @@ def print_status(run: str) -> int:
             return 0
         console.print(f"no conductor answers for {run}")
         return 1
-    console.print(Rates().line(status), markup=False)
-    console.print(services_table(status))
+    console.print(panel(status, Rates()))
     ledger = status.ledger
     dropped = "  ".join(f"dropped_{reason} {count}" for reason, count in ledger.dropped.items())
     console.print(

@@ -1,4 +1,4 @@
-"""A push, seen from the trainer: begin on every server, transfer, commit; what fails is aborted, evicted, and the rest go on."""
+"""A push, seen from the trainer: begin, transfer, commit; what fails is aborted or evicted, and the rest go on."""
 
 from __future__ import annotations
 

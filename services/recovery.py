@@ -42,7 +42,7 @@ def restore(stored: StoredSample, *, use_reference: bool) -> Sample:
     sample = Sample(*stored.key, state=state, attempts=stored.attempts, trajectory=stored.trajectory)
     if stored.trajectory is not None:
         sample.oldest_version = min(span.policy_version for span in stored.trajectory.spans)
-    if state is State.SCORED and stored.trajectory is not None:
-        if not use_reference or stored.trajectory.HasField("reference_logprobs"):
+        referenced = not use_reference or stored.trajectory.HasField("reference_logprobs")
+        if state is State.SCORED and referenced:
             sample.state = State.REFERENCED
     return sample

@@ -1,7 +1,7 @@
 """A stop on the way of a sample: items go out to any of several servers and come back by ticket.
 
-Rewards and reference logprobs are both asked for in this way. An answer that nobody waits for is counted and ignored; what a lost
-server had in hand is asked of another one.
+Rewards and reference logprobs are both asked for in this way. An answer that nobody waits for is counted and ignored;
+what a lost server had in hand is asked of another one.
 """
 
 from __future__ import annotations

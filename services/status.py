@@ -27,6 +27,9 @@ def status_of(conductor: Conductor) -> protos.ConductorStatusReply:
         staleness=dict(+book.staleness),
         metrics=conductor.journalist.last_metrics if conductor.journalist else {},
         run_folder=str(conductor.folder.resolve()),
+        num_tokens=conductor.generation.num_tokens,
+        num_pushes=conductor.journalist.num_pushes if conductor.journalist else 0,
+        run_seconds=conductor.journalist.seconds() if conductor.journalist else 0.0,
     )
 
 

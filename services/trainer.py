@@ -222,7 +222,7 @@ class TrainerService(Worker, protos.TrainerServicer):
             report.problem = str(error)
             return report
         self._saved_step = taken.step
-        report.path = str(path)
+        report.path = os.path.abspath(path)
         report.oldest_step = self.store.oldest()
         return report
 
@@ -236,7 +236,7 @@ class TrainerService(Worker, protos.TrainerServicer):
         report = await (await self._save())
         if report.problem:
             await context.abort(grpc.StatusCode.INTERNAL, report.problem)
-        return protos.ExportReply(path=str(Path(report.path).resolve()))
+        return protos.ExportReply(path=report.path)
 
     async def Status(self, request: protos.TrainerStatusRequest, context: Any) -> protos.TrainerStatusReply:
         return protos.TrainerStatusReply(

@@ -1,4 +1,4 @@
-"""The trainer, seen from the conductor: batches are formed, recorded, sent, and counted when their report comes back."""
+"""The trainer, seen from the conductor: batches are formed, recorded, sent, and counted when reported."""
 
 from __future__ import annotations
 

@@ -544,6 +544,9 @@ class ConductorStatusReply(google.protobuf.message.Message):
     STALENESS_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
     RUN_FOLDER_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_PUSHES_FIELD_NUMBER: builtins.int
+    RUN_SECONDS_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     state: builtins.str
     """starting, running, paused, starved, waiting_trainer, waiting_reward, waiting_reference, finished"""
@@ -553,6 +556,12 @@ class ConductorStatusReply(google.protobuf.message.Message):
     policy_version: builtins.int
     """pushed"""
     run_folder: builtins.str
+    num_tokens: builtins.int
+    """generated since the conductor started"""
+    num_pushes: builtins.int
+    """since the conductor started"""
+    run_seconds: builtins.float
+    """since the first lease"""
     @property
     def services(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ServiceStatus]: ...
     @property
@@ -578,9 +587,12 @@ class ConductorStatusReply(google.protobuf.message.Message):
         staleness: collections.abc.Mapping[builtins.int, builtins.int] | None = ...,
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         run_folder: builtins.str = ...,
+        num_tokens: builtins.int = ...,
+        num_pushes: builtins.int = ...,
+        run_seconds: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ledger", b"ledger"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ledger", b"ledger", "metrics", b"metrics", "num_steps", b"num_steps", "policy_version", b"policy_version", "run_folder", b"run_folder", "run_id", b"run_id", "services", b"services", "staleness", b"staleness", "state", b"state", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ledger", b"ledger", "metrics", b"metrics", "num_pushes", b"num_pushes", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "policy_version", b"policy_version", "run_folder", b"run_folder", "run_id", b"run_id", "run_seconds", b"run_seconds", "services", b"services", "staleness", b"staleness", "state", b"state", "step", b"step"]) -> None: ...
 
 Global___ConductorStatusReply: typing_extensions.TypeAlias = ConductorStatusReply
 

@@ -1,6 +1,6 @@
 """The demo beside the bare single-process loop: same start model, same task, same batch, same learning rate, same box.
 
-Both keep their weights every few steps while they run; accuracy is measured on those afterwards, so it costs no run time.
+Both keep their weights every few steps while they run; accuracy is measured on those afterwards and costs no run time.
 Start-up (process start, imports, model loading) is left out on both sides.
 """
 
@@ -66,7 +66,10 @@ def of_run(run: Path, start: str) -> dict[str, Any]:
     rows = load_rows(DataConfig.model_validate({"type": "arithmetic", "split": "test"})).rows
     test = [(row.text or "", row.ground_truth) for row in rows]
     tokenizer = AutoTokenizer.from_pretrained(start)
-    times = {int(row["step"]): row["run_seconds"] for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
+    times = {
+        int(row["step"]): row["run_seconds"]
+        for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    }
     folders = {0: Path(start), **{int(path.name[5:]): path for path in (run / "checkpoints").glob("step_*")}}
     curve = []
     for step, folder in sorted(folders.items()):
@@ -89,7 +92,15 @@ def of_run(run: Path, start: str) -> dict[str, Any]:
 
 def show(plain: dict[str, Any], offbeat: dict[str, Any]) -> None:
     table = Table("", "bare loop, one process", "offbeat demo", title="two-digit addition, same start model")
-    names = ("accuracy_before", "accuracy_after", "steps_to_85", "seconds_to_85", "steps", "wall_seconds", "samples_per_second")
+    names = (
+        "accuracy_before",
+        "accuracy_after",
+        "steps_to_85",
+        "seconds_to_85",
+        "steps",
+        "wall_seconds",
+        "samples_per_second",
+    )
     for name in names:
         table.add_row(name, str(plain[name]), str(offbeat[name]))
     Console().print(table)

@@ -1,4 +1,4 @@
-"""The whole loop, asynchronous against synchronous, on this box: samples and tokens a second, and where the time goes."""
+"""The whole loop, asynchronous against synchronous: samples and tokens a second, and where the time goes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,21 @@ def bench_loop(recipe: str, overrides: Sequence[str], *, steps: int, rounds: int
         model = Path(scratch) / "model"
         for _ in range(rounds):
             for name, staleness in (("sync", 0), ("async", 2)):
-                settings = [*overrides, f"run.max_staleness={staleness}", f"run.num_steps={steps}", f"run.folder={scratch}"]
+                settings = [
+                    *overrides,
+                    f"run.max_staleness={staleness}",
+                    f"run.num_steps={steps}",
+                    f"run.folder={scratch}",
+                ]
                 rows[name].append(one_run(recipe, [*settings, f"run.name={name}"], model=model))
     figures = {name: {key: spread([run[key] for run in runs]) for key in runs[0]} for name, runs in rows.items()}
     pairs = zip(rows["async"], rows["sync"], strict=True)
-    figures["async_over_sync"] = spread([one["samples_per_s"] / other["samples_per_s"] for one, other in pairs], digits=2)
-    return write(out, "loop", {"recipe": recipe, "overrides": list(overrides), "steps": steps, "rounds": rounds, **figures})
+    figures["async_over_sync"] = spread(
+        [one["samples_per_s"] / other["samples_per_s"] for one, other in pairs], digits=2
+    )
+    return write(
+        out, "loop", {"recipe": recipe, "overrides": list(overrides), "steps": steps, "rounds": rounds, **figures}
+    )
 
 
 def one_run(recipe: str, overrides: Sequence[str], *, model: Path) -> dict[str, float]:

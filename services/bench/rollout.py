@@ -23,7 +23,10 @@ def bench_rollout(*, rounds: int, threads: int, out: Path | None) -> int:
         from trainer.tiny import make_tiny_qwen3
 
         model = make_tiny_qwen3(scratch)
-        figures = {name: asyncio.run(one_shape(str(model), shape, rounds=rounds, threads=threads)) for name, shape in SHAPES.items()}
+        figures = {
+            name: asyncio.run(one_shape(str(model), shape, rounds=rounds, threads=threads))
+            for name, shape in SHAPES.items()
+        }
     return write(out, "rollout", {"threads": threads, "rounds": rounds, "shapes": figures})
 
 

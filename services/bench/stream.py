@@ -1,8 +1,7 @@
-"""Messages and bytes a second of the trajectory stream over loopback gRPC: bare bytes, then real trajectories end to end."""
+"""Messages and bytes a second of the trajectory stream over loopback gRPC, beside bare bytes of the same size."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
