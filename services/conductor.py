@@ -41,7 +41,7 @@ from services.judging import Judging
 from services.ledger import Ledger
 from services.recovery import recover
 from services.referring import Referring
-from services.roster import Member, Roster
+from services.roster import Member, Roster, Stage
 from services.status import status_of
 from services.training import Training
 
@@ -72,7 +72,9 @@ class Conductor(Actor):
         self.roster = Roster(heartbeat_seconds=config.conductor.heartbeat_seconds)
         self.incarnation = 0
         self.run_id = ""
-        self.journalist: Journalist | None = None
+        self.ready = False
+        """The book is found and the journalist writes: callers are answered."""
+        self.journalist: Journalist
         self._changes: list[tuple[Member, bool]] = []
 
     def register(self, server: grpc.aio.Server) -> tuple[str, ...]:
@@ -99,6 +101,7 @@ class Conductor(Actor):
         if recovered:
             self.journalist.tell("recovered", self.name, "the conductor found the run in its ledger", **self.progress())
             self._resume_stages()
+        self.ready = True
         await self.serving(True)
 
     def _build_stages(self, *, life: int) -> None:
@@ -133,12 +136,20 @@ class Conductor(Actor):
             self.config.rules(),
             push_seconds=self.config.push.deadline_seconds,
             members=lambda: self.roster.of("rollout"),
+            incarnation=lambda: self.incarnation,
             post=self.post,
             on_report=self.reported,
             on_push=self.pushed,
             on_checkpoint=self.checkpointed,
             on_end=self.lose,
         )
+
+        self.stages: dict[str, Stage] = {
+            "rollout": self.generation,
+            "reward": self.judging,
+            "reference": self.referring,
+            "trainer": self.training,
+        }
 
     def _resume_stages(self) -> None:
         self.generated(list(self.book.samples(State.GENERATED, State.SCORED)))
@@ -181,9 +192,8 @@ class Conductor(Actor):
 
     async def finish(self) -> None:
         """Close the streams and the ledger; what was in hand is found again at the next start."""
-        for stage in (self.generation, self.judging, self.referring):
+        for stage in (self.generation, self.judging, self.referring, self.training):
             await stage.close()
-        await self.training.drop()
         self.journalist.summarize(self.status(), num_tokens=self.generation.num_tokens)
         self.journalist.close()
         self.ledger.close()
@@ -240,6 +250,8 @@ class Conductor(Actor):
     def admit(self, request: protos.JoinRequest) -> int:
         """Take a service in; returns the incarnation it lives under. ValueError where it is fenced off."""
         identity = request.identity
+        if identity.role not in self.stages:
+            raise ValueError(f"no such role: {identity.role!r}")
         if identity.role == "trainer":
             self._next_incarnation(request)
         member = self.roster.join(request, now=asyncio.get_running_loop().time())
@@ -273,12 +285,10 @@ class Conductor(Actor):
         """Open and close streams for members that came and went."""
         while self._changes:
             member, joined = self._changes.pop(0)
-            stage = {"rollout": self.generation, "reward": self.judging, "reference": self.referring}.get(member.role)
-            if member.role == "trainer":
-                await (self.training.connect(member, incarnation=self.incarnation) if joined else self.training.drop())
-            elif stage is not None and joined:
+            stage = self.stages[member.role]
+            if joined:
                 await stage.connect(member)
-            elif stage is not None:
+            else:
                 await stage.drop(member.name, self.roster.lost.get(member.name, ""))
             if member.role == "rollout":
                 self.training.want_sync()

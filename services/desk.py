@@ -95,5 +95,5 @@ class Desk(protos.ConductorServicer):
         return protos.ListRoutesReply(routes=routes)
 
     async def _ready(self, context: Any) -> None:
-        if self.conductor.journalist is None:
+        if not self.conductor.ready:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the conductor is starting")

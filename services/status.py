@@ -25,11 +25,11 @@ def status_of(conductor: Conductor) -> protos.ConductorStatusReply:
         + lost_services(conductor),
         ledger=book.counts(),
         staleness=dict(+book.staleness),
-        metrics=conductor.journalist.last_metrics if conductor.journalist else {},
+        metrics=conductor.journalist.last_metrics,
         run_folder=str(conductor.folder.resolve()),
         num_tokens=conductor.generation.num_tokens,
-        num_pushes=conductor.journalist.num_pushes if conductor.journalist else 0,
-        run_seconds=conductor.journalist.seconds() if conductor.journalist else 0.0,
+        num_pushes=conductor.journalist.num_pushes,
+        run_seconds=conductor.journalist.seconds(),
     )
 
 
@@ -57,19 +57,9 @@ def service_of(conductor: Conductor, member: Member) -> protos.ServiceStatus:
         state="serving" if ready else "joined",
         policy_version=member.policy_version,
         heartbeat_age_seconds=asyncio.get_running_loop().time() - member.last_beat,
-        in_hand=in_hand(conductor, member),
+        in_hand=conductor.stages[member.role].in_hand(member.name),
         gauges=member.gauges,
     )
-
-
-def in_hand(conductor: Conductor, member: Member) -> int:
-    links = {
-        "rollout": conductor.generation.links,
-        "reward": conductor.judging.station.links,
-        "reference": conductor.referring.station.links,
-    }.get(member.role)
-    link = links.get(member.name) if links is not None else None
-    return max(link.in_hand, 0) if link is not None else 0
 
 
 def lost_services(conductor: Conductor) -> list[protos.ServiceStatus]:
