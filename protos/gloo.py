@@ -6,7 +6,12 @@ import socket
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import (  # type: ignore[attr-defined]  # torch's stubs do not export all of them
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+)
 
 
 def host_store(host: str) -> TCPStore:
@@ -36,7 +41,7 @@ def open_group(
     `host` is this rank's own address, on which the others reach it.
     The group is not torch's default one, so a process may hold several. Its collectives fail after the deadline.
     """
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs leave it out
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=deadline_seconds)
     return ProcessGroupGloo(PrefixStore(nonce, store), rank, world_size, options)
@@ -44,4 +49,4 @@ def open_group(
 
 def broadcast(group: ProcessGroupGloo, buffer: torch.Tensor) -> None:
     """Send (rank 0) or receive one flat uint8 buffer; RuntimeError where a peer died or the deadline is over."""
-    group.broadcast(buffer, 0).wait()
+    group.broadcast(buffer, 0).wait()  # type: ignore[attr-defined]  # torch's stubs leave it out

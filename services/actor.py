@@ -173,8 +173,8 @@ def mismatch(ours: protos.Identity, theirs: protos.Identity) -> str:
     """Why two services do not fit together; empty where they do."""
     if theirs.protocol_major != ours.protocol_major:
         return (
-            f"protocol {ours.protocol_major}.{ours.protocol_minor} of {ours.name} ({ours.package_version})"
-            f" does not speak {theirs.protocol_major}.{theirs.protocol_minor} of {theirs.name} ({theirs.package_version})"
+            f"protocol {ours.protocol_major}.{ours.protocol_minor} of {ours.name} ({ours.package_version}) does not"
+            f" speak {theirs.protocol_major}.{theirs.protocol_minor} of {theirs.name} ({theirs.package_version})"
         )
     for field in ("model_hash", "config_hash"):
         one, other = getattr(ours, field), getattr(theirs, field)

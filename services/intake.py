@@ -8,12 +8,13 @@ import numpy as np
 
 import protos
 
-ITEM_BYTES = {protos.DTYPE_INT32: 4, protos.DTYPE_FLOAT32: 4, protos.DTYPE_UINT8: 1}
+ITEM_BYTES: dict[int, int] = {protos.DTYPE_INT32: 4, protos.DTYPE_FLOAT32: 4, protos.DTYPE_UINT8: 1}
 
 
 def all_finite(trajectories: Sequence[protos.Trajectory]) -> bool:
     """Whether every behaviour logprob of a whole reply is a logprob: one look for the good case."""
-    return plausible(b"".join(trajectory.behaviour_logprobs.data for trajectory in trajectories))
+    parts = [trajectory.behaviour_logprobs.data for trajectory in trajectories]
+    return all(len(part) % 4 == 0 for part in parts) and plausible(b"".join(parts))  # a torn one would shift the rest
 
 
 def refuse(trajectory: protos.Trajectory, *, newest_version: int, finite: bool) -> str:

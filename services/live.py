@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -16,6 +17,9 @@ from services.channel import Retry, call, connect
 from services.errors import PeerError
 from services.serve import ADDRESS_FILE
 from services.view import Rates, line, panel
+
+if TYPE_CHECKING:
+    from protos.generated.conductor_pb2_grpc import ConductorAsyncStub  # the stubs alone know it
 
 LOOK_SECONDS = 0.5
 LINE_SECONDS = 5.0
@@ -54,7 +58,7 @@ class LiveView:
         finally:
             await channel.close()
 
-    async def _lines(self, stub: protos.ConductorStub) -> None:
+    async def _lines(self, stub: ConductorAsyncStub) -> None:
         while True:
             status = await look(stub)
             if status is not None:
@@ -67,7 +71,7 @@ class LiveView:
         return panel(status, self._rates)
 
 
-async def look(stub: protos.ConductorStub) -> protos.ConductorStatusReply | None:
+async def look(stub: ConductorAsyncStub) -> protos.ConductorStatusReply | None:
     """The run's status; None where the conductor does not answer now."""
     with suppress(PeerError):
         return await call(

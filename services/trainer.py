@@ -222,7 +222,7 @@ class TrainerService(Worker, protos.TrainerServicer):
             report.problem = str(error)
             return report
         self._saved_step = taken.step
-        report.path = os.path.abspath(path)
+        report.path = resolved(path)
         report.oldest_step = self.store.oldest()
         return report
 
@@ -244,6 +244,10 @@ class TrainerService(Worker, protos.TrainerServicer):
             incarnation=self.membership.incarnation,
             weights_hash=self.outgoing.hash(),
         )
+
+
+def resolved(path: Path) -> str:
+    return str(path.resolve())
 
 
 def from_wire(trajectory: protos.Trajectory) -> Trajectory:

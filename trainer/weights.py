@@ -1,4 +1,4 @@
-"""Send a version out: parameters are copied into flat buckets at once, then broadcast while the next step may already run."""
+"""Send a version out: parameters are copied into flat buckets, then broadcast while the next step may already run."""
 
 from __future__ import annotations
 

@@ -90,6 +90,22 @@ _ConductorLeaveType = typing_extensions.TypeVar(
     ],
 )
 
+_ConductorSetRouteType = typing_extensions.TypeVar(
+    '_ConductorSetRouteType',
+    grpc.UnaryUnaryMultiCallable[
+        conductor_pb2.SetRouteRequest,
+        conductor_pb2.SetRouteReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        conductor_pb2.SetRouteRequest,
+        conductor_pb2.SetRouteReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        conductor_pb2.SetRouteRequest,
+        conductor_pb2.SetRouteReply,
+    ],
+)
+
 _ConductorListRoutesType = typing_extensions.TypeVar(
     '_ConductorListRoutesType',
     grpc.UnaryUnaryMultiCallable[
@@ -170,7 +186,7 @@ _ConductorWatchType = typing_extensions.TypeVar(
     ],
 )
 
-class ConductorStub(typing.Generic[_ConductorRunConfigType, _ConductorJoinType, _ConductorHeartbeatType, _ConductorLeaveType, _ConductorListRoutesType, _ConductorPauseRunType, _ConductorResumeRunType, _ConductorStatusType, _ConductorWatchType]):
+class ConductorStub(typing.Generic[_ConductorRunConfigType, _ConductorJoinType, _ConductorHeartbeatType, _ConductorLeaveType, _ConductorSetRouteType, _ConductorListRoutesType, _ConductorPauseRunType, _ConductorResumeRunType, _ConductorStatusType, _ConductorWatchType]):
     @typing.overload
     def __init__(self: ConductorStub[
         grpc.UnaryUnaryMultiCallable[
@@ -188,6 +204,10 @@ class ConductorStub(typing.Generic[_ConductorRunConfigType, _ConductorJoinType, 
         grpc.UnaryUnaryMultiCallable[
             conductor_pb2.LeaveRequest,
             conductor_pb2.LeaveReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            conductor_pb2.SetRouteRequest,
+            conductor_pb2.SetRouteReply,
         ],
         grpc.UnaryUnaryMultiCallable[
             conductor_pb2.ListRoutesRequest,
@@ -230,6 +250,10 @@ class ConductorStub(typing.Generic[_ConductorRunConfigType, _ConductorJoinType, 
             conductor_pb2.LeaveReply,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            conductor_pb2.SetRouteRequest,
+            conductor_pb2.SetRouteReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             conductor_pb2.ListRoutesRequest,
             conductor_pb2.ListRoutesReply,
         ],
@@ -260,6 +284,8 @@ class ConductorStub(typing.Generic[_ConductorRunConfigType, _ConductorJoinType, 
 
     Leave: _ConductorLeaveType
 
+    SetRoute: _ConductorSetRouteType
+
     ListRoutes: _ConductorListRoutesType
 
     PauseRun: _ConductorPauseRunType
@@ -286,6 +312,10 @@ ConductorAsyncStub: typing_extensions.TypeAlias = ConductorStub[
     grpc.aio.UnaryUnaryMultiCallable[
         conductor_pb2.LeaveRequest,
         conductor_pb2.LeaveReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        conductor_pb2.SetRouteRequest,
+        conductor_pb2.SetRouteReply,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         conductor_pb2.ListRoutesRequest,
@@ -338,6 +368,13 @@ class ConductorServicer(metaclass=abc.ABCMeta):
         request: conductor_pb2.LeaveRequest,
         context: _ServicerContext,
     ) -> typing.Union[conductor_pb2.LeaveReply, collections.abc.Awaitable[conductor_pb2.LeaveReply]]: ...
+
+    @abc.abstractmethod
+    def SetRoute(
+        self,
+        request: conductor_pb2.SetRouteRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[conductor_pb2.SetRouteReply, collections.abc.Awaitable[conductor_pb2.SetRouteReply]]: ...
 
     @abc.abstractmethod
     def ListRoutes(

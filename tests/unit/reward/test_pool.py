@@ -97,7 +97,7 @@ def is_running(pid: int) -> bool:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - other processes set no event
+        while not condition():
             await asyncio.sleep(0.005)
 
 
