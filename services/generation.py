@@ -89,6 +89,9 @@ class Generation:
             await link.close()
             self._void(name, reason)
 
+    def in_hand(self, name: str) -> int:
+        return self.links[name].in_hand if name in self.links else 0
+
     async def close(self) -> None:
         for link in list(self.links.values()):
             await link.close()

@@ -45,6 +45,9 @@ class Referring:
     async def drop(self, name: str, reason: str) -> None:
         await self.station.drop(name)
 
+    def in_hand(self, name: str) -> int:
+        return self.station.in_hand(name)
+
     async def close(self) -> None:
         await self.station.close()
 

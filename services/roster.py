@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import protos
 
 MISSED_BEATS = 3
+
+
+class Stage(Protocol):
+    """The servers of one role, as the conductor works with them."""
+
+    async def connect(self, member: Member) -> None:
+        """Open the stream to a server that has joined, in place of an older one to it."""
+
+    async def drop(self, name: str, reason: str) -> None:
+        """Close the stream to a server; what it had in hand goes elsewhere."""
+
+    def in_hand(self, name: str) -> int:
+        """Samples that the server has and has not answered."""
 
 
 @dataclass(slots=True)

@@ -72,6 +72,9 @@ class Station(Generic[Request, Reply]):
             await link.close()
             self._ask_again(name)
 
+    def in_hand(self, name: str) -> int:
+        return self.links[name].in_hand if name in self.links else 0
+
     def want(self, samples: Iterable[Sample]) -> None:
         """Queue samples for the next free server."""
         self.waiting.extend(samples)

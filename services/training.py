@@ -44,6 +44,7 @@ class Training:
         *,
         push_seconds: float,
         members: Callable[[], Iterable[Member]],
+        incarnation: Callable[[], int],
         post: Callable[[Callable[[], None]], None],
         on_report: Callable[[protos.StepReport, Batch], None],
         on_push: Callable[[protos.PushReport], None],
@@ -57,6 +58,7 @@ class Training:
         self.ready = False
         """The trainer has synchronized the rollout servers since it joined: it may be fed."""
         self._incarnation = 0
+        self._current_incarnation = incarnation
         self._push_seconds = push_seconds
         self._members = members
         self._post = post
@@ -72,12 +74,12 @@ class Training:
 
     # Membership.
 
-    async def connect(self, member: Member, *, incarnation: int) -> None:
+    async def connect(self, member: Member) -> None:
         """Take on a trainer that has joined with the weights of `member.policy_version`."""
-        await self.drop()
+        await self.drop(member.name, "joined again")
         await self.ledger.durable()
         self.book.rewind(member.policy_version, self.ledger.batches(after=member.policy_version))
-        self._incarnation = incarnation
+        self._incarnation = self._current_incarnation()
         self._replay_until = self.book.recorded_step
         self._joined_version = member.policy_version
         self._unsent = [step for step in self.book.batches if step > member.policy_version]
@@ -91,7 +93,13 @@ class Training:
         self._sync_task = asyncio.create_task(self._sync_when_wanted(self.link), name="sync-rollouts")
         self.want_sync()
 
-    async def drop(self) -> None:
+    def in_hand(self, name: str) -> int:
+        return sum(len(batch.keys) for batch in self.book.batches.values())
+
+    async def close(self) -> None:
+        await self.drop("", "the conductor is closing")
+
+    async def drop(self, name: str, reason: str) -> None:
         link, self.link, self.ready = self.link, None, False
         if self._sync_task is not None:
             await cancel(self._sync_task)

@@ -26,7 +26,7 @@ from protos.generated import control_pb2 as control__pb2
 from protos.generated import telemetry_pb2 as telemetry__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0f\x63onductor.proto\x12\noffbeat.v1\x1a\rcontrol.proto\x1a\x0ftelemetry.proto\"\x12\n\x10RunConfigRequest\"I\n\x0eRunConfigReply\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x12\n\nrun_folder\x18\x03 \x01(\t\"\x9c\x01\n\x0bJoinRequest\x12&\n\x08identity\x18\x01 \x01(\x0b\x32\x14.offbeat.v1.Identity\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x13\n\x0bhas_version\x18\x05 \x01(\x08\x12\x12\n\nprocess_id\x18\x06 \x01(\t\"K\n\tJoinReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x19\n\x11heartbeat_seconds\x18\x03 \x01(\x02\"\xb5\x01\n\x10HeartbeatRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nprocess_id\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x38\n\x06gauges\x18\x04 \x03(\x0b\x32(.offbeat.v1.HeartbeatRequest.GaugesEntry\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"1\n\x0eHeartbeatReply\x12\r\n\x05known\x18\x01 \x01(\x08\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"@\n\x0cLeaveRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nprocess_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0c\n\nLeaveReply\"S\n\x05Route\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05route\x18\x03 \x01(\t\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12\x0c\n\x04live\x18\x05 \x01(\x08\"3\n\x0fSetRouteRequest\x12 \n\x05route\x18\x01 \x01(\x0b\x32\x11.offbeat.v1.Route\"!\n\rSetRouteReply\x12\x10\n\x08previous\x18\x01 \x01(\t\"\x13\n\x11ListRoutesRequest\"4\n\x0fListRoutesReply\x12!\n\x06routes\x18\x01 \x03(\x0b\x32\x11.offbeat.v1.Route\"\x11\n\x0fPauseRunRequest\"\x0f\n\rPauseRunReply\"\x12\n\x10ResumeRunRequest\"\x10\n\x0eResumeRunReply\"\xf9\x01\n\rServiceStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x04\x12\x1d\n\x15heartbeat_age_seconds\x18\x06 \x01(\x02\x12\x0f\n\x07in_hand\x18\x07 \x01(\r\x12\x35\n\x06gauges\x18\x08 \x03(\x0b\x32%.offbeat.v1.ServiceStatus.GaugesEntry\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xa0\x03\n\x0cLedgerCounts\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x04\x12\x0f\n\x07trained\x18\x02 \x01(\x04\x12\x36\n\x07\x64ropped\x18\x03 \x03(\x0b\x32%.offbeat.v1.LedgerCounts.DroppedEntry\x12\x13\n\x0bquarantined\x18\x04 \x01(\x04\x12\x11\n\tin_flight\x18\x05 \x01(\x04\x12\x34\n\x06states\x18\x06 \x03(\x0b\x32$.offbeat.v1.LedgerCounts.StatesEntry\x12\x36\n\x07refused\x18\x07 \x03(\x0b\x32%.offbeat.v1.LedgerCounts.RefusedEntry\x12\x10\n\x08\x62\x61lanced\x18\x08 \x01(\x08\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a-\n\x0bStatesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x18\n\x16\x43onductorStatusRequest\"\xfc\x03\n\x14\x43onductorStatusReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x11\n\tnum_steps\x18\x04 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x04\x12+\n\x08services\x18\x06 \x03(\x0b\x32\x19.offbeat.v1.ServiceStatus\x12(\n\x06ledger\x18\x07 \x01(\x0b\x32\x18.offbeat.v1.LedgerCounts\x12\x42\n\tstaleness\x18\x08 \x03(\x0b\x32/.offbeat.v1.ConductorStatusReply.StalenessEntry\x12>\n\x07metrics\x18\t \x03(\x0b\x32-.offbeat.v1.ConductorStatusReply.MetricsEntry\x12\x12\n\nrun_folder\x18\n \x01(\t\x12\x12\n\nnum_tokens\x18\x0b \x01(\x04\x12\x12\n\nnum_pushes\x18\x0c \x01(\x04\x12\x13\n\x0brun_seconds\x18\r \x01(\x01\x1a\x30\n\x0eStalenessEntry\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\"\n\x0cWatchRequest\x12\x12\n\nfrom_start\x18\x01 \x01(\x08\x32\xb6\x05\n\tConductor\x12\x45\n\tRunConfig\x12\x1c.offbeat.v1.RunConfigRequest\x1a\x1a.offbeat.v1.RunConfigReply\x12\x36\n\x04Join\x12\x17.offbeat.v1.JoinRequest\x1a\x15.offbeat.v1.JoinReply\x12\x45\n\tHeartbeat\x12\x1c.offbeat.v1.HeartbeatRequest\x1a\x1a.offbeat.v1.HeartbeatReply\x12\x39\n\x05Leave\x12\x18.offbeat.v1.LeaveRequest\x1a\x16.offbeat.v1.LeaveReply\x12\x42\n\x08SetRoute\x12\x1b.offbeat.v1.SetRouteRequest\x1a\x19.offbeat.v1.SetRouteReply\x12H\n\nListRoutes\x12\x1d.offbeat.v1.ListRoutesRequest\x1a\x1b.offbeat.v1.ListRoutesReply\x12\x42\n\x08PauseRun\x12\x1b.offbeat.v1.PauseRunRequest\x1a\x19.offbeat.v1.PauseRunReply\x12\x45\n\tResumeRun\x12\x1c.offbeat.v1.ResumeRunRequest\x1a\x1a.offbeat.v1.ResumeRunReply\x12N\n\x06Status\x12\".offbeat.v1.ConductorStatusRequest\x1a .offbeat.v1.ConductorStatusReply\x12?\n\x05Watch\x12\x18.offbeat.v1.WatchRequest\x1a\x1a.offbeat.v1.TelemetryEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0f\x63onductor.proto\x12\noffbeat.v1\x1a\rcontrol.proto\x1a\x0ftelemetry.proto\"\x12\n\x10RunConfigRequest\"I\n\x0eRunConfigReply\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x12\n\nrun_folder\x18\x03 \x01(\t\"\x9c\x01\n\x0bJoinRequest\x12&\n\x08identity\x18\x01 \x01(\x0b\x32\x14.offbeat.v1.Identity\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x13\n\x0bhas_version\x18\x05 \x01(\x08\x12\x12\n\nprocess_id\x18\x06 \x01(\t\"K\n\tJoinReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x19\n\x11heartbeat_seconds\x18\x03 \x01(\x02\"\xb5\x01\n\x10HeartbeatRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nprocess_id\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x38\n\x06gauges\x18\x04 \x03(\x0b\x32(.offbeat.v1.HeartbeatRequest.GaugesEntry\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"1\n\x0eHeartbeatReply\x12\r\n\x05known\x18\x01 \x01(\x08\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"@\n\x0cLeaveRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nprocess_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0c\n\nLeaveReply\"S\n\x05Route\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05route\x18\x03 \x01(\t\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12\x0c\n\x04live\x18\x05 \x01(\x08\"\x13\n\x11ListRoutesRequest\"4\n\x0fListRoutesReply\x12!\n\x06routes\x18\x01 \x03(\x0b\x32\x11.offbeat.v1.Route\"\x11\n\x0fPauseRunRequest\"\x0f\n\rPauseRunReply\"\x12\n\x10ResumeRunRequest\"\x10\n\x0eResumeRunReply\"\xf9\x01\n\rServiceStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x04\x12\x1d\n\x15heartbeat_age_seconds\x18\x06 \x01(\x02\x12\x0f\n\x07in_hand\x18\x07 \x01(\r\x12\x35\n\x06gauges\x18\x08 \x03(\x0b\x32%.offbeat.v1.ServiceStatus.GaugesEntry\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xa0\x03\n\x0cLedgerCounts\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x04\x12\x0f\n\x07trained\x18\x02 \x01(\x04\x12\x36\n\x07\x64ropped\x18\x03 \x03(\x0b\x32%.offbeat.v1.LedgerCounts.DroppedEntry\x12\x13\n\x0bquarantined\x18\x04 \x01(\x04\x12\x11\n\tin_flight\x18\x05 \x01(\x04\x12\x34\n\x06states\x18\x06 \x03(\x0b\x32$.offbeat.v1.LedgerCounts.StatesEntry\x12\x36\n\x07refused\x18\x07 \x03(\x0b\x32%.offbeat.v1.LedgerCounts.RefusedEntry\x12\x10\n\x08\x62\x61lanced\x18\x08 \x01(\x08\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a-\n\x0bStatesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x18\n\x16\x43onductorStatusRequest\"\xfc\x03\n\x14\x43onductorStatusReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x11\n\tnum_steps\x18\x04 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x04\x12+\n\x08services\x18\x06 \x03(\x0b\x32\x19.offbeat.v1.ServiceStatus\x12(\n\x06ledger\x18\x07 \x01(\x0b\x32\x18.offbeat.v1.LedgerCounts\x12\x42\n\tstaleness\x18\x08 \x03(\x0b\x32/.offbeat.v1.ConductorStatusReply.StalenessEntry\x12>\n\x07metrics\x18\t \x03(\x0b\x32-.offbeat.v1.ConductorStatusReply.MetricsEntry\x12\x12\n\nrun_folder\x18\n \x01(\t\x12\x12\n\nnum_tokens\x18\x0b \x01(\x04\x12\x12\n\nnum_pushes\x18\x0c \x01(\x04\x12\x13\n\x0brun_seconds\x18\r \x01(\x01\x1a\x30\n\x0eStalenessEntry\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\"\n\x0cWatchRequest\x12\x12\n\nfrom_start\x18\x01 \x01(\x08\x32\xf2\x04\n\tConductor\x12\x45\n\tRunConfig\x12\x1c.offbeat.v1.RunConfigRequest\x1a\x1a.offbeat.v1.RunConfigReply\x12\x36\n\x04Join\x12\x17.offbeat.v1.JoinRequest\x1a\x15.offbeat.v1.JoinReply\x12\x45\n\tHeartbeat\x12\x1c.offbeat.v1.HeartbeatRequest\x1a\x1a.offbeat.v1.HeartbeatReply\x12\x39\n\x05Leave\x12\x18.offbeat.v1.LeaveRequest\x1a\x16.offbeat.v1.LeaveReply\x12H\n\nListRoutes\x12\x1d.offbeat.v1.ListRoutesRequest\x1a\x1b.offbeat.v1.ListRoutesReply\x12\x42\n\x08PauseRun\x12\x1b.offbeat.v1.PauseRunRequest\x1a\x19.offbeat.v1.PauseRunReply\x12\x45\n\tResumeRun\x12\x1c.offbeat.v1.ResumeRunRequest\x1a\x1a.offbeat.v1.ResumeRunReply\x12N\n\x06Status\x12\".offbeat.v1.ConductorStatusRequest\x1a .offbeat.v1.ConductorStatusReply\x12?\n\x05Watch\x12\x18.offbeat.v1.WatchRequest\x1a\x1a.offbeat.v1.TelemetryEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -67,44 +67,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEAVEREPLY']._serialized_end=707
   _globals['_ROUTE']._serialized_start=709
   _globals['_ROUTE']._serialized_end=792
-  _globals['_SETROUTEREQUEST']._serialized_start=794
-  _globals['_SETROUTEREQUEST']._serialized_end=845
-  _globals['_SETROUTEREPLY']._serialized_start=847
-  _globals['_SETROUTEREPLY']._serialized_end=880
-  _globals['_LISTROUTESREQUEST']._serialized_start=882
-  _globals['_LISTROUTESREQUEST']._serialized_end=901
-  _globals['_LISTROUTESREPLY']._serialized_start=903
-  _globals['_LISTROUTESREPLY']._serialized_end=955
-  _globals['_PAUSERUNREQUEST']._serialized_start=957
-  _globals['_PAUSERUNREQUEST']._serialized_end=974
-  _globals['_PAUSERUNREPLY']._serialized_start=976
-  _globals['_PAUSERUNREPLY']._serialized_end=991
-  _globals['_RESUMERUNREQUEST']._serialized_start=993
-  _globals['_RESUMERUNREQUEST']._serialized_end=1011
-  _globals['_RESUMERUNREPLY']._serialized_start=1013
-  _globals['_RESUMERUNREPLY']._serialized_end=1029
-  _globals['_SERVICESTATUS']._serialized_start=1032
-  _globals['_SERVICESTATUS']._serialized_end=1281
+  _globals['_LISTROUTESREQUEST']._serialized_start=794
+  _globals['_LISTROUTESREQUEST']._serialized_end=813
+  _globals['_LISTROUTESREPLY']._serialized_start=815
+  _globals['_LISTROUTESREPLY']._serialized_end=867
+  _globals['_PAUSERUNREQUEST']._serialized_start=869
+  _globals['_PAUSERUNREQUEST']._serialized_end=886
+  _globals['_PAUSERUNREPLY']._serialized_start=888
+  _globals['_PAUSERUNREPLY']._serialized_end=903
+  _globals['_RESUMERUNREQUEST']._serialized_start=905
+  _globals['_RESUMERUNREQUEST']._serialized_end=923
+  _globals['_RESUMERUNREPLY']._serialized_start=925
+  _globals['_RESUMERUNREPLY']._serialized_end=941
+  _globals['_SERVICESTATUS']._serialized_start=944
+  _globals['_SERVICESTATUS']._serialized_end=1193
   _globals['_SERVICESTATUS_GAUGESENTRY']._serialized_start=531
   _globals['_SERVICESTATUS_GAUGESENTRY']._serialized_end=576
-  _globals['_LEDGERCOUNTS']._serialized_start=1284
-  _globals['_LEDGERCOUNTS']._serialized_end=1700
-  _globals['_LEDGERCOUNTS_DROPPEDENTRY']._serialized_start=1559
-  _globals['_LEDGERCOUNTS_DROPPEDENTRY']._serialized_end=1605
-  _globals['_LEDGERCOUNTS_STATESENTRY']._serialized_start=1607
-  _globals['_LEDGERCOUNTS_STATESENTRY']._serialized_end=1652
-  _globals['_LEDGERCOUNTS_REFUSEDENTRY']._serialized_start=1654
-  _globals['_LEDGERCOUNTS_REFUSEDENTRY']._serialized_end=1700
-  _globals['_CONDUCTORSTATUSREQUEST']._serialized_start=1702
-  _globals['_CONDUCTORSTATUSREQUEST']._serialized_end=1726
-  _globals['_CONDUCTORSTATUSREPLY']._serialized_start=1729
-  _globals['_CONDUCTORSTATUSREPLY']._serialized_end=2237
-  _globals['_CONDUCTORSTATUSREPLY_STALENESSENTRY']._serialized_start=2141
-  _globals['_CONDUCTORSTATUSREPLY_STALENESSENTRY']._serialized_end=2189
-  _globals['_CONDUCTORSTATUSREPLY_METRICSENTRY']._serialized_start=2191
-  _globals['_CONDUCTORSTATUSREPLY_METRICSENTRY']._serialized_end=2237
-  _globals['_WATCHREQUEST']._serialized_start=2239
-  _globals['_WATCHREQUEST']._serialized_end=2273
-  _globals['_CONDUCTOR']._serialized_start=2276
-  _globals['_CONDUCTOR']._serialized_end=2970
+  _globals['_LEDGERCOUNTS']._serialized_start=1196
+  _globals['_LEDGERCOUNTS']._serialized_end=1612
+  _globals['_LEDGERCOUNTS_DROPPEDENTRY']._serialized_start=1471
+  _globals['_LEDGERCOUNTS_DROPPEDENTRY']._serialized_end=1517
+  _globals['_LEDGERCOUNTS_STATESENTRY']._serialized_start=1519
+  _globals['_LEDGERCOUNTS_STATESENTRY']._serialized_end=1564
+  _globals['_LEDGERCOUNTS_REFUSEDENTRY']._serialized_start=1566
+  _globals['_LEDGERCOUNTS_REFUSEDENTRY']._serialized_end=1612
+  _globals['_CONDUCTORSTATUSREQUEST']._serialized_start=1614
+  _globals['_CONDUCTORSTATUSREQUEST']._serialized_end=1638
+  _globals['_CONDUCTORSTATUSREPLY']._serialized_start=1641
+  _globals['_CONDUCTORSTATUSREPLY']._serialized_end=2149
+  _globals['_CONDUCTORSTATUSREPLY_STALENESSENTRY']._serialized_start=2053
+  _globals['_CONDUCTORSTATUSREPLY_STALENESSENTRY']._serialized_end=2101
+  _globals['_CONDUCTORSTATUSREPLY_METRICSENTRY']._serialized_start=2103
+  _globals['_CONDUCTORSTATUSREPLY_METRICSENTRY']._serialized_end=2149
+  _globals['_WATCHREQUEST']._serialized_start=2151
+  _globals['_WATCHREQUEST']._serialized_end=2185
+  _globals['_CONDUCTOR']._serialized_start=2188
+  _globals['_CONDUCTOR']._serialized_end=2814
 # @@protoc_insertion_point(module_scope)

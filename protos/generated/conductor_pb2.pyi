@@ -239,39 +239,6 @@ class Route(google.protobuf.message.Message):
 Global___Route: typing_extensions.TypeAlias = Route
 
 @typing.final
-class SetRouteRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    ROUTE_FIELD_NUMBER: builtins.int
-    @property
-    def route(self) -> Global___Route: ...
-    def __init__(
-        self,
-        *,
-        route: Global___Route | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["route", b"route"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["route", b"route"]) -> None: ...
-
-Global___SetRouteRequest: typing_extensions.TypeAlias = SetRouteRequest
-
-@typing.final
-class SetRouteReply(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    PREVIOUS_FIELD_NUMBER: builtins.int
-    previous: builtins.str
-    """name@version that was live"""
-    def __init__(
-        self,
-        *,
-        previous: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["previous", b"previous"]) -> None: ...
-
-Global___SetRouteReply: typing_extensions.TypeAlias = SetRouteReply
-
-@typing.final
 class ListRoutesRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

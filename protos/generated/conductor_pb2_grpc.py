@@ -55,11 +55,6 @@ class ConductorStub(object):
                 request_serializer=conductor__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=conductor__pb2.LeaveReply.FromString,
                 _registered_method=True)
-        self.SetRoute = channel.unary_unary(
-                '/offbeat.v1.Conductor/SetRoute',
-                request_serializer=conductor__pb2.SetRouteRequest.SerializeToString,
-                response_deserializer=conductor__pb2.SetRouteReply.FromString,
-                _registered_method=True)
         self.ListRoutes = channel.unary_unary(
                 '/offbeat.v1.Conductor/ListRoutes',
                 request_serializer=conductor__pb2.ListRoutesRequest.SerializeToString,
@@ -110,12 +105,6 @@ class ConductorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def SetRoute(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,11 +162,6 @@ def add_ConductorServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=conductor__pb2.LeaveRequest.FromString,
                     response_serializer=conductor__pb2.LeaveReply.SerializeToString,
-            ),
-            'SetRoute': grpc.unary_unary_rpc_method_handler(
-                    servicer.SetRoute,
-                    request_deserializer=conductor__pb2.SetRouteRequest.FromString,
-                    response_serializer=conductor__pb2.SetRouteReply.SerializeToString,
             ),
             'ListRoutes': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRoutes,
@@ -313,33 +297,6 @@ class Conductor(object):
             '/offbeat.v1.Conductor/Leave',
             conductor__pb2.LeaveRequest.SerializeToString,
             conductor__pb2.LeaveReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SetRoute(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/offbeat.v1.Conductor/SetRoute',
-            conductor__pb2.SetRouteRequest.SerializeToString,
-            conductor__pb2.SetRouteReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -90,22 +90,6 @@ _ConductorLeaveType = typing_extensions.TypeVar(
     ],
 )
 
-_ConductorSetRouteType = typing_extensions.TypeVar(
-    '_ConductorSetRouteType',
-    grpc.UnaryUnaryMultiCallable[
-        conductor_pb2.SetRouteRequest,
-        conductor_pb2.SetRouteReply,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        conductor_pb2.SetRouteRequest,
-        conductor_pb2.SetRouteReply,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        conductor_pb2.SetRouteRequest,
-        conductor_pb2.SetRouteReply,
-    ],
-)
-
 _ConductorListRoutesType = typing_extensions.TypeVar(
     '_ConductorListRoutesType',
     grpc.UnaryUnaryMultiCallable[
@@ -186,7 +170,7 @@ _ConductorWatchType = typing_extensions.TypeVar(
     ],
 )
 
-class ConductorStub(typing.Generic[_ConductorRunConfigType, _ConductorJoinType, _ConductorHeartbeatType, _ConductorLeaveType, _ConductorSetRouteType, _ConductorListRoutesType, _ConductorPauseRunType, _ConductorResumeRunType, _ConductorStatusType, _ConductorWatchType]):
+class ConductorStub(typing.Generic[_ConductorRunConfigType, _ConductorJoinType, _ConductorHeartbeatType, _ConductorLeaveType, _ConductorListRoutesType, _ConductorPauseRunType, _ConductorResumeRunType, _ConductorStatusType, _ConductorWatchType]):
     @typing.overload
     def __init__(self: ConductorStub[
         grpc.UnaryUnaryMultiCallable[
@@ -204,10 +188,6 @@ class ConductorStub(typing.Generic[_ConductorRunConfigType, _ConductorJoinType, 
         grpc.UnaryUnaryMultiCallable[
             conductor_pb2.LeaveRequest,
             conductor_pb2.LeaveReply,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            conductor_pb2.SetRouteRequest,
-            conductor_pb2.SetRouteReply,
         ],
         grpc.UnaryUnaryMultiCallable[
             conductor_pb2.ListRoutesRequest,
@@ -250,10 +230,6 @@ class ConductorStub(typing.Generic[_ConductorRunConfigType, _ConductorJoinType, 
             conductor_pb2.LeaveReply,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
-            conductor_pb2.SetRouteRequest,
-            conductor_pb2.SetRouteReply,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
             conductor_pb2.ListRoutesRequest,
             conductor_pb2.ListRoutesReply,
         ],
@@ -284,8 +260,6 @@ class ConductorStub(typing.Generic[_ConductorRunConfigType, _ConductorJoinType, 
 
     Leave: _ConductorLeaveType
 
-    SetRoute: _ConductorSetRouteType
-
     ListRoutes: _ConductorListRoutesType
 
     PauseRun: _ConductorPauseRunType
@@ -312,10 +286,6 @@ ConductorAsyncStub: typing_extensions.TypeAlias = ConductorStub[
     grpc.aio.UnaryUnaryMultiCallable[
         conductor_pb2.LeaveRequest,
         conductor_pb2.LeaveReply,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        conductor_pb2.SetRouteRequest,
-        conductor_pb2.SetRouteReply,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         conductor_pb2.ListRoutesRequest,
@@ -368,13 +338,6 @@ class ConductorServicer(metaclass=abc.ABCMeta):
         request: conductor_pb2.LeaveRequest,
         context: _ServicerContext,
     ) -> typing.Union[conductor_pb2.LeaveReply, collections.abc.Awaitable[conductor_pb2.LeaveReply]]: ...
-
-    @abc.abstractmethod
-    def SetRoute(
-        self,
-        request: conductor_pb2.SetRouteRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[conductor_pb2.SetRouteReply, collections.abc.Awaitable[conductor_pb2.SetRouteReply]]: ...
 
     @abc.abstractmethod
     def ListRoutes(
