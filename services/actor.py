@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 PACKAGE_VERSION = "0.1.0"
 LIVENESS = "liveness"
+GRACE_SECONDS = 10.0
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -63,7 +64,7 @@ class Actor(protos.ControlServicer):
         )
         self.address = ""
         self.draining = asyncio.Event()
-        self.grace_seconds = 10.0
+        self.grace_seconds = GRACE_SECONDS
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{bind.name}-compute")
@@ -92,8 +93,8 @@ class Actor(protos.ControlServicer):
 
     async def run(self) -> None:
         """Live from bind to close."""
-        await self.open()
         try:
+            await self.open()
             await self._live()
         finally:
             await self.close()
@@ -160,10 +161,10 @@ class Actor(protos.ControlServicer):
 
     async def Drain(self, request: protos.DrainRequest, context: Any) -> protos.DrainReply:
         count = self.in_hand()
-        self.drain(grace_seconds=request.grace_seconds)
+        self.drain(grace_seconds=request.grace_seconds or GRACE_SECONDS)
         return protos.DrainReply(in_hand=count)
 
-    def drain(self, *, grace_seconds: float = 10.0) -> None:
+    def drain(self, *, grace_seconds: float = GRACE_SECONDS) -> None:
         """Begin to leave; `run` returns when the work in hand is done or the grace is over."""
         self.grace_seconds = grace_seconds
         self.draining.set()

@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,7 @@ class Conductor(Actor):
         """The book is found and the journalist writes: callers are answered."""
         self.journalist: Journalist
         self._changes: list[tuple[Member, bool]] = []
+        self._files = ExitStack()
 
     def register(self, server: grpc.aio.Server) -> tuple[str, ...]:
         protos.add_ConductorServicer_to_server(Desk(self), server)
@@ -87,6 +89,7 @@ class Conductor(Actor):
         """Open the ledger, find the book in it, read the data."""
         run, conductor = self.config.run, self.config.conductor
         self.ledger = Ledger(self.folder / "ledger.sqlite", synchronous=conductor.synchronous)
+        self._files.callback(self.ledger.close)
         self.book = Book(
             group_size=run.group_size,
             use_reference=self.config.use_reference,
@@ -95,6 +98,7 @@ class Conductor(Actor):
         )
         recovered = recover(self.book, self.ledger)
         self.journalist = Journalist(self.folder, self.book, self.config)
+        self._files.callback(self.journalist.close)
         self.run_id = self._remember("run_id", self.process_id)
         self.incarnation = int(self.ledger.fact("incarnation", "0"))
         self._build_stages(life=int(self._remember("life", "0", add=1)))
@@ -112,9 +116,9 @@ class Conductor(Actor):
             max_attempts=conductor.max_score_attempts,
             post=self.post,
             on_quarantine=self.quarantine,
-            on_end=self.lose,
+            on_end=self.stream_ended,
         )
-        self.referring = Referring(self.book, post=self.post, on_quarantine=self.quarantine, on_end=self.lose)
+        self.referring = Referring(self.book, post=self.post, on_quarantine=self.quarantine, on_end=self.stream_ended)
         self.generation = Generation(
             self.book,
             sampling=self.config.sampling(),
@@ -127,7 +131,7 @@ class Conductor(Actor):
             clock=clock,
             post=self.post,
             on_generated=self.generated,
-            on_end=self.lose,
+            on_end=self.stream_ended,
             on_quarantine=self.quarantine,
         )
         self.training = Training(
@@ -141,7 +145,7 @@ class Conductor(Actor):
             on_report=self.reported,
             on_push=self.pushed,
             on_checkpoint=self.checkpointed,
-            on_end=self.lose,
+            on_end=self.stream_ended,
         )
 
         self.stages: dict[str, Stage] = {
@@ -195,8 +199,11 @@ class Conductor(Actor):
         for stage in (self.generation, self.judging, self.referring, self.training):
             await stage.close()
         self.journalist.summarize(self.status(), num_tokens=self.generation.num_tokens)
-        self.journalist.close()
-        self.ledger.close()
+
+    async def close(self) -> None:
+        """Stop answering, then commit and close the files, also after a setup or a loop that failed."""
+        await super().close()
+        self._files.close()
 
     # The flow.
 
@@ -280,6 +287,11 @@ class Conductor(Actor):
             kind = "left" if self.finished.is_set() else "lost"
             self.journalist.tell(kind, name, kind, why=reason)
             self._changes.append((member, False))
+
+    def stream_ended(self, name: str, reason: str) -> None:
+        """The stream to a server has broken: it is lost, unless it has joined anew and waits for its next stream."""
+        if not any(member.name == name and joined for member, joined in self._changes):
+            self.lose(name, reason)
 
     async def _rewire(self) -> None:
         """Open and close streams for members that came and went."""

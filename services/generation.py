@@ -181,7 +181,7 @@ class Generation:
             if sample is not None:
                 generated.append(sample)
         for nack in reply.nacks:
-            self._nacked(nack)
+            self._nacked(link, nack)
         self._on_generated(generated)
 
     def _take(self, link: RolloutLink, trajectory: protos.Trajectory, reason: str) -> Sample | None:
@@ -199,7 +199,9 @@ class Generation:
         self.book.generate(sample, trajectory)
         return sample
 
-    def _nacked(self, nack: protos.Nack) -> None:
+    def _nacked(self, link: RolloutLink, nack: protos.Nack) -> None:
+        if nack.reason == "draining":
+            link.credit = 0
         sample = self.book.leased(nack.key, nack.lease_id)
         if sample is None:
             return

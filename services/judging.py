@@ -10,7 +10,7 @@ from services.book import Book, Group, Sample, State
 from services.roster import Member
 from services.station import Station
 
-FAILURES = {
+FAILURES: dict[int, str] = {
     protos.SCORE_FAILURE_TIMEOUT: "reward_timeout",
     protos.SCORE_FAILURE_CRASH: "reward_crash",
     protos.SCORE_FAILURE_INVALID_VALUE: "reward_invalid_value",

@@ -69,6 +69,7 @@ class Link(Generic[Request, Reply]):
         if not self._ended:
             self._ended = True
             self._on_end(self, reason)
+            await close_all([self.channel])
 
     async def _write(self, stream: Any) -> None:
         while True:

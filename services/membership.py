@@ -83,10 +83,12 @@ class Membership:
             logger.warning("the conductor does not answer; trying again", extra={"facts": {"why": str(error)}})
 
     async def leave(self, reason: str) -> None:
-        """Say goodbye; a conductor that is gone already is no error."""
+        """Say goodbye where we have joined; a conductor that is gone already is no error. Safe to call twice."""
         request = protos.LeaveRequest(name=self.actor.name, process_id=self.actor.process_id, reason=reason)
+        joined, self.run_id = self.run_id, ""
         try:
-            await call(self._stub.Leave, request, deadline_seconds=1.0, what=f"{self.actor.name} leaving")
+            if joined:
+                await call(self._stub.Leave, request, deadline_seconds=1.0, what=f"{self.actor.name} leaving")
         except PeerError:
             logger.debug("the conductor was gone before we left")
         await self._channel.close()

@@ -43,6 +43,7 @@ class ReferenceService(Worker, protos.ReferenceServicer):
             attn_implementation=config.trainer.attn_implementation,
             device=config.trainer.device,
         )
+        self._vocab_size: int = model.get_input_embeddings().num_embeddings
         self._policy = ReferencePolicy(
             model,
             config.reference.max_tokens_per_microbatch,
@@ -82,7 +83,10 @@ class ReferenceService(Worker, protos.ReferenceServicer):
                 outbox.put(reply)
 
     def _logprobs(self, items: list[protos.LogProbItem]) -> list[protos.LogProbResult]:
-        results = [protos.LogProbResult(key=item.key, ticket=item.ticket, error=problem(item)) for item in items]
+        results = [
+            protos.LogProbResult(key=item.key, ticket=item.ticket, error=problem(item, vocab_size=self._vocab_size))
+            for item in items
+        ]
         good = [(item, result) for item, result in zip(items, results, strict=True) if not result.error]
         prompts = [from_array(item.prompt_ids) for item, _ in good]
         responses = [from_array(item.response_ids) for item, _ in good]
@@ -91,11 +95,14 @@ class ReferenceService(Worker, protos.ReferenceServicer):
         return results
 
 
-def problem(item: protos.LogProbItem) -> str:
+def problem(item: protos.LogProbItem, *, vocab_size: int) -> str:
     """Why an item cannot be scored; empty where it can."""
     for name, array in (("prompt_ids", item.prompt_ids), ("response_ids", item.response_ids)):
         if array.dtype != protos.DTYPE_INT32 or len(array.shape) != 1 or array.shape[0] * 4 != len(array.data):
             return f"{name} is not int32 [n]"
         if not array.data:
             return f"{name} is empty"
+        token_ids = from_array(array)
+        if token_ids.min() < 0 or token_ids.max() >= vocab_size:
+            return f"{name} holds a token that the model does not know"
     return ""

@@ -49,10 +49,23 @@ class Roster:
         self.members: dict[str, Member] = {}
         self.lost: dict[str, str] = {}
         """Name of a service that is gone -> why."""
+        self._holders: dict[str, str] = {}
+        """Name -> the newest process that has borne it."""
+        self._replaced: set[str] = set()
+        """Processes whose name a newer one has taken: they stay out, or the two would take turns for ever."""
 
     def join(self, request: protos.JoinRequest, *, now: float) -> Member:
-        """Add or replace a member; a rollout server serves only after the trainer has brought it a version."""
+        """Add or replace a member; a rollout server serves only after the trainer has brought it a version.
+
+        ValueError for a process that was replaced.
+        """
         identity = request.identity
+        holder = self._holders.get(identity.name, request.process_id)
+        if request.process_id in self._replaced:
+            raise ValueError(f"process {holder} has taken over as {identity.name}")
+        if holder != request.process_id:
+            self._replaced.add(holder)
+        self._holders[identity.name] = request.process_id
         member = Member(identity.name, identity.role, request.address, request.process_id, identity, now)
         member.policy_version = request.policy_version
         self.members[identity.name] = member

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import grpc
 
-from services.book import Sample
+from services.book import FINAL, Sample
 from services.link import Link
 from services.roster import Member
 
@@ -61,7 +61,7 @@ class Station(Generic[Request, Reply]):
             member.name,
             member.address,
             open_stream=self._open_stream,
-            on_reply=lambda link, reply: self._post(lambda: self._on_reply(link.name, reply)),
+            on_reply=lambda link, reply: self._post(lambda: self._replied(link, reply)),
             on_end=lambda link, reason: self._post(lambda: self._ended(link, reason)),
         )
 
@@ -83,15 +83,23 @@ class Station(Generic[Request, Reply]):
         """Send what waits, as far as credits go, to the server with the most credit."""
         while self.waiting and self.links:
             link = max(self.links.values(), key=lambda link: link.credit)
-            count = min(link.credit, len(self.waiting), ITEMS_A_MESSAGE)
-            if count <= 0:
+            items = self._take(min(link.credit, ITEMS_A_MESSAGE))
+            if not items:
                 return
-            items = [(next(self._tickets), self.waiting.popleft()) for _ in range(count)]
             for ticket, sample in items:
                 self.open[ticket] = Open(sample, link.name)
-            link.credit -= count
-            link.in_hand += count
+            link.credit -= len(items)
+            link.in_hand += len(items)
             link.send(self._ask(items))
+
+    def _take(self, count: int) -> list[tuple[int, Sample]]:
+        """Up to `count` samples from the queue, with a ticket each; what has ended meanwhile needs no answer."""
+        items: list[tuple[int, Sample]] = []
+        while self.waiting and len(items) < count:
+            sample = self.waiting.popleft()
+            if sample.state not in FINAL:
+                items.append((next(self._tickets), sample))
+        return items
 
     def answered(self, ticket: int) -> Sample | None:
         """The sample that a result is for; None (and counted) where nobody waits for it."""
@@ -114,6 +122,10 @@ class Station(Generic[Request, Reply]):
         for link in list(self.links.values()):
             await link.close()
         self.links.clear()
+
+    def _replied(self, link: Link[Request, Reply], reply: Reply) -> None:
+        if self.links.get(link.name) is link:  # what an older stream still says was asked again, and its credit is void
+            self._on_reply(link.name, reply)
 
     def _ended(self, link: Link[Request, Reply], reason: str) -> None:
         if self.links.get(link.name) is link:

@@ -87,6 +87,8 @@ class TrainerService(Worker, protos.TrainerServicer):
         for task in (self._push_task, self._save_task):
             if task is not None:
                 await asyncio.gather(task, return_exceptions=True)
+        if self._pusher is not None:
+            await self._pusher.set_members([])
 
     # Training.
 
