@@ -37,7 +37,7 @@ class ReferenceService(Worker, protos.ReferenceServicer):
 
         config = self.config
         prepare_process(threads=config.reference.threads, seed=config.trainer.seed)
-        model = load_model(
+        model: Any = load_model(
             config.reference.model or config.trainer.model,
             dtype=config.trainer.dtype,
             attn_implementation=config.trainer.attn_implementation,
