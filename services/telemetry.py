@@ -9,7 +9,10 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F, *range(0x80, 0xA0), *range(0x202A, 0x202F), 0x2066)}
+# What moves a cursor, breaks a line or turns the reading direction.
+HIDDEN = (*range(0x20), *range(0x7F, 0xA0), 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+CONTROL = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in HIDDEN}
+IN_TRACEBACKS = {code: text for code, text in CONTROL.items() if code != 0x0A}
 
 
 class Console(logging.Formatter):
@@ -24,7 +27,9 @@ class Console(logging.Formatter):
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         line = f"{clock} {self.service} {level}{record.getMessage()} {facts}".rstrip().translate(CONTROL)
-        return line + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else "")
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info).translate(IN_TRACEBACKS)
+        return line
 
 
 def set_up_logging(service: str, *, folder: Path | None = None, level: str = "INFO", console: bool = True) -> None:
