@@ -217,21 +217,20 @@ def test_leftovers_go_at_start_and_links_are_not_followed(tmp_path: Path) -> Non
     assert (precious / "file").exists()
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """No file may grow over 2 KiB: what a full disk looks like to the writer."""
+    """No file may grow over 2 KiB: what a full disk looks like to the writer, and to pytest's own log if it lasts."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_fails_the_save_and_leaves_nothing(
-    tmp_path: Path, start: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_full_disk_fails_the_save_and_leaves_nothing(tmp_path: Path, start: Path) -> None:
     kept, learner = saved(tmp_path, start, 1), make_learner(start)
-    request.getfixturevalue("small_files")
-    with pytest.raises(CheckpointFailed, match="step_2 was not written"):
+    with small_files(), pytest.raises(CheckpointFailed, match="step_2 was not written"):
         kept.write(snapshot(learner, step=2, policy_version=2))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_1"]
     assert kept.latest_verified() == (tmp_path / "step_1", [])
