@@ -12,7 +12,7 @@ from rich.text import Text
 
 import protos
 
-BARS = " ▁▂▃▄▅▆▇█"
+BARS = " " + "".join(map(chr, range(0x2581, 0x2589)))
 CURVE_WIDTH = 60
 SMOOTHING = 0.3
 KL_HEALTHY, KL_ALARM = 0.1, 0.2

@@ -39,6 +39,7 @@ class RunConfigReply(google.protobuf.message.Message):
     config_json: builtins.str
     """as offbeat train --print-config --json"""
     run_id: builtins.str
+    """random name of the run, kept over restarts"""
     run_folder: builtins.str
     """as the conductor's machine names it"""
     def __init__(
@@ -73,7 +74,9 @@ class JoinRequest(google.protobuf.message.Message):
     process_id: builtins.str
     """random for each process: tells a restart from a re-join"""
     @property
-    def identity(self) -> control_pb2.Identity: ...
+    def identity(self) -> control_pb2.Identity:
+        """who joins"""
+
     def __init__(
         self,
         *,
@@ -97,6 +100,7 @@ class JoinReply(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     HEARTBEAT_SECONDS_FIELD_NUMBER: builtins.int
     run_id: builtins.str
+    """random name of the run, kept over restarts"""
     incarnation: builtins.int
     """trainer: its life's number"""
     heartbeat_seconds: builtins.float
@@ -137,8 +141,11 @@ class HeartbeatRequest(google.protobuf.message.Message):
     POLICY_VERSION_FIELD_NUMBER: builtins.int
     GAUGES_FIELD_NUMBER: builtins.int
     name: builtins.str
+    """as in Identity"""
     process_id: builtins.str
+    """as in JoinRequest"""
     policy_version: builtins.int
+    """that it holds now"""
     @property
     def gauges(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """e.g. num_running, cpu_seconds"""
@@ -183,8 +190,11 @@ class LeaveRequest(google.protobuf.message.Message):
     PROCESS_ID_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     name: builtins.str
+    """as in Identity"""
     process_id: builtins.str
+    """as in JoinRequest; another process of that name stays"""
     reason: builtins.str
+    """one phrase for the log"""
     def __init__(
         self,
         *,
@@ -224,7 +234,9 @@ class Route(google.protobuf.message.Message):
     route: builtins.str
     """name@version that it serves"""
     weight: builtins.float
+    """share of the reward that it judges, 0 to 1"""
     live: builtins.bool
+    """its results are used"""
     def __init__(
         self,
         *,
@@ -254,7 +266,9 @@ class ListRoutesReply(google.protobuf.message.Message):
 
     ROUTES_FIELD_NUMBER: builtins.int
     @property
-    def routes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Route]: ...
+    def routes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Route]:
+        """one for each reward service that has joined"""
+
     def __init__(
         self,
         *,
@@ -333,16 +347,23 @@ class ServiceStatus(google.protobuf.message.Message):
     IN_HAND_FIELD_NUMBER: builtins.int
     GAUGES_FIELD_NUMBER: builtins.int
     name: builtins.str
+    """as in Identity"""
     role: builtins.str
+    """as in Identity"""
     address: builtins.str
+    """host:port"""
     state: builtins.str
     """joined, serving, lost"""
     policy_version: builtins.int
+    """that it held when it was last heard of"""
     heartbeat_age_seconds: builtins.float
+    """since its last sign of life"""
     in_hand: builtins.int
     """samples leased to it or being scored by it"""
     @property
-    def gauges(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
+    def gauges(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """of its last heartbeat"""
+
     def __init__(
         self,
         *,
@@ -422,9 +443,13 @@ class LedgerCounts(google.protobuf.message.Message):
     REFUSED_FIELD_NUMBER: builtins.int
     BALANCED_FIELD_NUMBER: builtins.int
     accepted: builtins.int
+    """samples of all prompts taken from the stream"""
     trained: builtins.int
+    """samples of steps that are reported"""
     quarantined: builtins.int
+    """samples put aside after too many attempts"""
     in_flight: builtins.int
+    """samples in any other state"""
     balanced: builtins.bool
     """the equation holds"""
     @property
@@ -515,14 +540,17 @@ class ConductorStatusReply(google.protobuf.message.Message):
     NUM_PUSHES_FIELD_NUMBER: builtins.int
     RUN_SECONDS_FIELD_NUMBER: builtins.int
     run_id: builtins.str
+    """random name of the run, kept over restarts"""
     state: builtins.str
     """starting, running, paused, starved, waiting_trainer, waiting_reward, waiting_reference, finished"""
     step: builtins.int
     """trained"""
     num_steps: builtins.int
+    """steps of the whole run"""
     policy_version: builtins.int
     """pushed"""
     run_folder: builtins.str
+    """as the conductor's machine names it"""
     num_tokens: builtins.int
     """generated since the conductor started"""
     num_pushes: builtins.int
@@ -530,9 +558,13 @@ class ConductorStatusReply(google.protobuf.message.Message):
     run_seconds: builtins.float
     """since the first lease"""
     @property
-    def services(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ServiceStatus]: ...
+    def services(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ServiceStatus]:
+        """members, then those that were lost"""
+
     @property
-    def ledger(self) -> Global___LedgerCounts: ...
+    def ledger(self) -> Global___LedgerCounts:
+        """every sample, counted"""
+
     @property
     def staleness(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.int]:
         """trained samples by staleness"""

@@ -255,20 +255,28 @@ class ConductorStub(typing.Generic[_ConductorRunConfigType, _ConductorJoinType, 
     """The run's resolved config, for a service that was started with an address alone."""
 
     Join: _ConductorJoinType
+    """A service comes into the run, or comes back; refused where it does not fit."""
 
     Heartbeat: _ConductorHeartbeatType
+    """A sign of life; the reply says whether the sender is still a member."""
 
     Leave: _ConductorLeaveType
+    """A service goes on purpose: its work goes to others at once."""
 
     ListRoutes: _ConductorListRoutesType
+    """The reward services that judge now."""
 
     PauseRun: _ConductorPauseRunType
+    """Grant no more leases; what is under way goes on."""
 
     ResumeRun: _ConductorResumeRunType
+    """Grant leases again."""
 
     Status: _ConductorStatusType
+    """Where the run stands at this instant."""
 
     Watch: _ConductorWatchType
+    """What happens from now on; a slow watcher loses events."""
 
 ConductorAsyncStub: typing_extensions.TypeAlias = ConductorStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -323,55 +331,63 @@ class ConductorServicer(metaclass=abc.ABCMeta):
         self,
         request: conductor_pb2.JoinRequest,
         context: _ServicerContext,
-    ) -> typing.Union[conductor_pb2.JoinReply, collections.abc.Awaitable[conductor_pb2.JoinReply]]: ...
+    ) -> typing.Union[conductor_pb2.JoinReply, collections.abc.Awaitable[conductor_pb2.JoinReply]]:
+        """A service comes into the run, or comes back; refused where it does not fit."""
 
     @abc.abstractmethod
     def Heartbeat(
         self,
         request: conductor_pb2.HeartbeatRequest,
         context: _ServicerContext,
-    ) -> typing.Union[conductor_pb2.HeartbeatReply, collections.abc.Awaitable[conductor_pb2.HeartbeatReply]]: ...
+    ) -> typing.Union[conductor_pb2.HeartbeatReply, collections.abc.Awaitable[conductor_pb2.HeartbeatReply]]:
+        """A sign of life; the reply says whether the sender is still a member."""
 
     @abc.abstractmethod
     def Leave(
         self,
         request: conductor_pb2.LeaveRequest,
         context: _ServicerContext,
-    ) -> typing.Union[conductor_pb2.LeaveReply, collections.abc.Awaitable[conductor_pb2.LeaveReply]]: ...
+    ) -> typing.Union[conductor_pb2.LeaveReply, collections.abc.Awaitable[conductor_pb2.LeaveReply]]:
+        """A service goes on purpose: its work goes to others at once."""
 
     @abc.abstractmethod
     def ListRoutes(
         self,
         request: conductor_pb2.ListRoutesRequest,
         context: _ServicerContext,
-    ) -> typing.Union[conductor_pb2.ListRoutesReply, collections.abc.Awaitable[conductor_pb2.ListRoutesReply]]: ...
+    ) -> typing.Union[conductor_pb2.ListRoutesReply, collections.abc.Awaitable[conductor_pb2.ListRoutesReply]]:
+        """The reward services that judge now."""
 
     @abc.abstractmethod
     def PauseRun(
         self,
         request: conductor_pb2.PauseRunRequest,
         context: _ServicerContext,
-    ) -> typing.Union[conductor_pb2.PauseRunReply, collections.abc.Awaitable[conductor_pb2.PauseRunReply]]: ...
+    ) -> typing.Union[conductor_pb2.PauseRunReply, collections.abc.Awaitable[conductor_pb2.PauseRunReply]]:
+        """Grant no more leases; what is under way goes on."""
 
     @abc.abstractmethod
     def ResumeRun(
         self,
         request: conductor_pb2.ResumeRunRequest,
         context: _ServicerContext,
-    ) -> typing.Union[conductor_pb2.ResumeRunReply, collections.abc.Awaitable[conductor_pb2.ResumeRunReply]]: ...
+    ) -> typing.Union[conductor_pb2.ResumeRunReply, collections.abc.Awaitable[conductor_pb2.ResumeRunReply]]:
+        """Grant leases again."""
 
     @abc.abstractmethod
     def Status(
         self,
         request: conductor_pb2.ConductorStatusRequest,
         context: _ServicerContext,
-    ) -> typing.Union[conductor_pb2.ConductorStatusReply, collections.abc.Awaitable[conductor_pb2.ConductorStatusReply]]: ...
+    ) -> typing.Union[conductor_pb2.ConductorStatusReply, collections.abc.Awaitable[conductor_pb2.ConductorStatusReply]]:
+        """Where the run stands at this instant."""
 
     @abc.abstractmethod
     def Watch(
         self,
         request: conductor_pb2.WatchRequest,
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[telemetry_pb2.TelemetryEvent], collections.abc.AsyncIterator[telemetry_pb2.TelemetryEvent]]: ...
+    ) -> typing.Union[collections.abc.Iterator[telemetry_pb2.TelemetryEvent], collections.abc.AsyncIterator[telemetry_pb2.TelemetryEvent]]:
+        """What happens from now on; a slow watcher loses events."""
 
 def add_ConductorServicer_to_server(servicer: ConductorServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

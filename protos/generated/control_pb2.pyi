@@ -39,6 +39,7 @@ class Identity(google.protobuf.message.Message):
     name: builtins.str
     """unique in the run, e.g. rollout-0"""
     package_version: builtins.str
+    """of this software, e.g. 0.1.0"""
     model_hash: builtins.str
     """sha256 over config.json and tokenizer files; empty where no model is held"""
     config_hash: builtins.str
@@ -69,7 +70,9 @@ class HelloRequest(google.protobuf.message.Message):
 
     IDENTITY_FIELD_NUMBER: builtins.int
     @property
-    def identity(self) -> Global___Identity: ...
+    def identity(self) -> Global___Identity:
+        """of the caller"""
+
     def __init__(
         self,
         *,
@@ -86,7 +89,9 @@ class HelloReply(google.protobuf.message.Message):
 
     IDENTITY_FIELD_NUMBER: builtins.int
     @property
-    def identity(self) -> Global___Identity: ...
+    def identity(self) -> Global___Identity:
+        """of the service that answers"""
+
     def __init__(
         self,
         *,

@@ -30,7 +30,9 @@ class LogProbItem(google.protobuf.message.Message):
     ticket: builtins.int
     """of the asking conductor; the result carries it back"""
     @property
-    def key(self) -> trajectory_pb2.SampleKey: ...
+    def key(self) -> trajectory_pb2.SampleKey:
+        """for logs; the ticket is what counts"""
+
     @property
     def prompt_ids(self) -> trajectory_pb2.Array:
         """int32 [P]"""
@@ -58,7 +60,9 @@ class LogProbRequest(google.protobuf.message.Message):
 
     ITEMS_FIELD_NUMBER: builtins.int
     @property
-    def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LogProbItem]: ...
+    def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LogProbItem]:
+        """as many as are ready, within the credit"""
+
     def __init__(
         self,
         *,
@@ -77,10 +81,13 @@ class LogProbResult(google.protobuf.message.Message):
     TICKET_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     ticket: builtins.int
+    """of the item"""
     error: builtins.str
     """empty: fine"""
     @property
-    def key(self) -> trajectory_pb2.SampleKey: ...
+    def key(self) -> trajectory_pb2.SampleKey:
+        """of the item"""
+
     @property
     def logprobs(self) -> trajectory_pb2.Array:
         """float32 [R], nats"""
@@ -105,9 +112,13 @@ class LogProbReply(google.protobuf.message.Message):
     RESULTS_FIELD_NUMBER: builtins.int
     CREDIT_FIELD_NUMBER: builtins.int
     @property
-    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LogProbResult]: ...
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LogProbResult]:
+        """as many as are ready"""
+
     @property
-    def credit(self) -> trajectory_pb2.Credit: ...
+    def credit(self) -> trajectory_pb2.Credit:
+        """further items that may be sent"""
+
     def __init__(
         self,
         *,

@@ -45,7 +45,8 @@ class ReferenceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def LogProbs(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
+        """Samples go in, the logprobs of their response tokens come out, in any order.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -59,6 +59,7 @@ class ReferenceStub(typing.Generic[_ReferenceLogProbsType]):
     ], channel: grpc.aio.Channel) -> None: ...
 
     LogProbs: _ReferenceLogProbsType
+    """Samples go in, the logprobs of their response tokens come out, in any order."""
 
 ReferenceAsyncStub: typing_extensions.TypeAlias = ReferenceStub[
     grpc.aio.StreamStreamMultiCallable[
@@ -73,6 +74,7 @@ class ReferenceServicer(metaclass=abc.ABCMeta):
         self,
         request_iterator: _MaybeAsyncIterator[reference_pb2.LogProbRequest],
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[reference_pb2.LogProbReply], collections.abc.AsyncIterator[reference_pb2.LogProbReply]]: ...
+    ) -> typing.Union[collections.abc.Iterator[reference_pb2.LogProbReply], collections.abc.AsyncIterator[reference_pb2.LogProbReply]]:
+        """Samples go in, the logprobs of their response tokens come out, in any order."""
 
 def add_ReferenceServicer_to_server(servicer: ReferenceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -86,11 +86,15 @@ class ScoreItem(google.protobuf.message.Message):
     response: builtins.str
     """without special tokens"""
     ground_truth: builtins.str
+    """of the prompt"""
     data_source: builtins.str
+    """of the prompt, e.g. openai/gsm8k"""
     ticket: builtins.int
     """of the asking conductor; the result carries it back"""
     @property
-    def key(self) -> trajectory_pb2.SampleKey: ...
+    def key(self) -> trajectory_pb2.SampleKey:
+        """for logs; the ticket is what counts"""
+
     @property
     def extra(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """columns of the row, and response_tokens"""
@@ -117,7 +121,9 @@ class ScoreRequest(google.protobuf.message.Message):
 
     ITEMS_FIELD_NUMBER: builtins.int
     @property
-    def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ScoreItem]: ...
+    def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ScoreItem]:
+        """as many as are ready, within the credit"""
+
     def __init__(
         self,
         *,
@@ -159,13 +165,19 @@ class ScoreResult(google.protobuf.message.Message):
     route: builtins.str
     """name@version of what judged it"""
     failure: Global___ScoreFailure.ValueType
+    """unspecified: there is a value"""
     message: builtins.str
     """of a failure"""
     ticket: builtins.int
+    """of the item"""
     @property
-    def key(self) -> trajectory_pb2.SampleKey: ...
+    def key(self) -> trajectory_pb2.SampleKey:
+        """of the item"""
+
     @property
-    def breakdown(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
+    def breakdown(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """value of each function by its name"""
+
     def __init__(
         self,
         *,
@@ -189,9 +201,13 @@ class ScoreReply(google.protobuf.message.Message):
     RESULTS_FIELD_NUMBER: builtins.int
     CREDIT_FIELD_NUMBER: builtins.int
     @property
-    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ScoreResult]: ...
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ScoreResult]:
+        """as many as are done"""
+
     @property
-    def credit(self) -> trajectory_pb2.Credit: ...
+    def credit(self) -> trajectory_pb2.Credit:
+        """further items that may be sent"""
+
     def __init__(
         self,
         *,
@@ -222,7 +238,9 @@ class SelfTest(google.protobuf.message.Message):
     value: builtins.float
     """what Score must answer"""
     @property
-    def item(self) -> Global___ScoreItem: ...
+    def item(self) -> Global___ScoreItem:
+        """to be scored"""
+
     def __init__(
         self,
         *,
@@ -248,7 +266,9 @@ class DescribeReply(google.protobuf.message.Message):
         """of ScoreItem and extra that it reads"""
 
     @property
-    def self_tests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SelfTest]: ...
+    def self_tests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SelfTest]:
+        """that the service itself has passed"""
+
     def __init__(
         self,
         *,

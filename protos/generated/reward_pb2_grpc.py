@@ -50,13 +50,15 @@ class RewardServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Score(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
+        """Responses go in, rewards come out, in the order in which they are done.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """What it judges by, and samples that prove it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -83,8 +83,10 @@ class RewardStub(typing.Generic[_RewardScoreType, _RewardDescribeType]):
     ], channel: grpc.aio.Channel) -> None: ...
 
     Score: _RewardScoreType
+    """Responses go in, rewards come out, in the order in which they are done."""
 
     Describe: _RewardDescribeType
+    """What it judges by, and samples that prove it."""
 
 RewardAsyncStub: typing_extensions.TypeAlias = RewardStub[
     grpc.aio.StreamStreamMultiCallable[
@@ -103,13 +105,15 @@ class RewardServicer(metaclass=abc.ABCMeta):
         self,
         request_iterator: _MaybeAsyncIterator[reward_pb2.ScoreRequest],
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[reward_pb2.ScoreReply], collections.abc.AsyncIterator[reward_pb2.ScoreReply]]: ...
+    ) -> typing.Union[collections.abc.Iterator[reward_pb2.ScoreReply], collections.abc.AsyncIterator[reward_pb2.ScoreReply]]:
+        """Responses go in, rewards come out, in the order in which they are done."""
 
     @abc.abstractmethod
     def Describe(
         self,
         request: reward_pb2.DescribeRequest,
         context: _ServicerContext,
-    ) -> typing.Union[reward_pb2.DescribeReply, collections.abc.Awaitable[reward_pb2.DescribeReply]]: ...
+    ) -> typing.Union[reward_pb2.DescribeReply, collections.abc.Awaitable[reward_pb2.DescribeReply]]:
+        """What it judges by, and samples that prove it."""
 
 def add_RewardServicer_to_server(servicer: RewardServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -80,7 +80,9 @@ class GroupLease(google.protobuf.message.Message):
     ttl_ms: builtins.int
     """how long the lease lasts from now; informative, the granter's clock decides"""
     @property
-    def prompt(self) -> trajectory_pb2.Prompt: ...
+    def prompt(self) -> trajectory_pb2.Prompt:
+        """what all samples of the group answer"""
+
     @property
     def indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """samples of the group that are leased"""
@@ -94,7 +96,9 @@ class GroupLease(google.protobuf.message.Message):
         """attempt number for each of `indices`, from 1"""
 
     @property
-    def sampling(self) -> Global___SamplingParams: ...
+    def sampling(self) -> Global___SamplingParams:
+        """how its tokens are drawn"""
+
     def __init__(
         self,
         *,
@@ -119,7 +123,9 @@ class GenerateRequest(google.protobuf.message.Message):
     LEASES_FIELD_NUMBER: builtins.int
     CANCELS_FIELD_NUMBER: builtins.int
     @property
-    def leases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupLease]: ...
+    def leases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupLease]:
+        """within the credit"""
+
     @property
     def cancels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[trajectory_pb2.SampleKey]:
         """samples that nobody waits for any more"""
@@ -146,13 +152,17 @@ class Nack(google.protobuf.message.Message):
     DETAIL_FIELD_NUMBER: builtins.int
     PERMANENT_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
+    """of the lease that ends with this"""
     reason: builtins.str
     """draining, malformed, too_long, ..."""
     detail: builtins.str
+    """one sentence for the log"""
     permanent: builtins.bool
     """true: another attempt cannot help"""
     @property
-    def key(self) -> trajectory_pb2.SampleKey: ...
+    def key(self) -> trajectory_pb2.SampleKey:
+        """which sample"""
+
     def __init__(
         self,
         *,
@@ -178,11 +188,17 @@ class GenerateReply(google.protobuf.message.Message):
     num_generated_tokens: builtins.int
     """tokens decoded since the last reply, finished or not"""
     @property
-    def trajectories(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[trajectory_pb2.Trajectory]: ...
+    def trajectories(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[trajectory_pb2.Trajectory]:
+        """finished samples"""
+
     @property
-    def nacks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Nack]: ...
+    def nacks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Nack]:
+        """samples that come back undone"""
+
     @property
-    def credit(self) -> trajectory_pb2.Credit: ...
+    def credit(self) -> trajectory_pb2.Credit:
+        """further samples that may be leased"""
+
     def __init__(
         self,
         *,
@@ -264,7 +280,9 @@ class RolloutStatusReply(google.protobuf.message.Message):
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     WEIGHTS_HASH_FIELD_NUMBER: builtins.int
     name: builtins.str
+    """as in Identity"""
     engine: builtins.str
+    """hf, vllm or sglang"""
     serving: builtins.bool
     """has a committed version and takes leases"""
     policy_version: builtins.int

@@ -90,13 +90,15 @@ class RolloutServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CommitPush(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Verify the checksums, then swap between two tokens.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortPush(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Forget the open push; the weights in use stay.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -109,13 +111,15 @@ class RolloutServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Go on with every sample where it stood.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """What the server does at this instant.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -210,15 +210,19 @@ class RolloutStub(typing.Generic[_RolloutGenerateType, _RolloutBeginPushType, _R
     """A push: open, then (outside gRPC) the transfer, then commit or abort."""
 
     CommitPush: _RolloutCommitPushType
+    """Verify the checksums, then swap between two tokens."""
 
     AbortPush: _RolloutAbortPushType
+    """Forget the open push; the weights in use stay."""
 
     Pause: _RolloutPauseType
     """Stop decoding at the next token boundary; go on from there."""
 
     Resume: _RolloutResumeType
+    """Go on with every sample where it stood."""
 
     Status: _RolloutStatusType
+    """What the server does at this instant."""
 
 RolloutAsyncStub: typing_extensions.TypeAlias = RolloutStub[
     grpc.aio.StreamStreamMultiCallable[
@@ -273,14 +277,16 @@ class RolloutServicer(metaclass=abc.ABCMeta):
         self,
         request: weights_pb2.CommitPushRequest,
         context: _ServicerContext,
-    ) -> typing.Union[weights_pb2.CommitPushReply, collections.abc.Awaitable[weights_pb2.CommitPushReply]]: ...
+    ) -> typing.Union[weights_pb2.CommitPushReply, collections.abc.Awaitable[weights_pb2.CommitPushReply]]:
+        """Verify the checksums, then swap between two tokens."""
 
     @abc.abstractmethod
     def AbortPush(
         self,
         request: weights_pb2.AbortPushRequest,
         context: _ServicerContext,
-    ) -> typing.Union[weights_pb2.AbortPushReply, collections.abc.Awaitable[weights_pb2.AbortPushReply]]: ...
+    ) -> typing.Union[weights_pb2.AbortPushReply, collections.abc.Awaitable[weights_pb2.AbortPushReply]]:
+        """Forget the open push; the weights in use stay."""
 
     @abc.abstractmethod
     def Pause(
@@ -295,13 +301,15 @@ class RolloutServicer(metaclass=abc.ABCMeta):
         self,
         request: rollout_pb2.ResumeRequest,
         context: _ServicerContext,
-    ) -> typing.Union[rollout_pb2.ResumeReply, collections.abc.Awaitable[rollout_pb2.ResumeReply]]: ...
+    ) -> typing.Union[rollout_pb2.ResumeReply, collections.abc.Awaitable[rollout_pb2.ResumeReply]]:
+        """Go on with every sample where it stood."""
 
     @abc.abstractmethod
     def Status(
         self,
         request: rollout_pb2.RolloutStatusRequest,
         context: _ServicerContext,
-    ) -> typing.Union[rollout_pb2.RolloutStatusReply, collections.abc.Awaitable[rollout_pb2.RolloutStatusReply]]: ...
+    ) -> typing.Union[rollout_pb2.RolloutStatusReply, collections.abc.Awaitable[rollout_pb2.RolloutStatusReply]]:
+        """What the server does at this instant."""
 
 def add_RolloutServicer_to_server(servicer: RolloutServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -69,9 +69,13 @@ class TelemetryEvent(google.protobuf.message.Message):
     message: builtins.str
     """one sentence"""
     @property
-    def values(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
+    def values(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """numbers of the event by name"""
+
     @property
-    def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]: ...
+    def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """texts of the event by name"""
+
     def __init__(
         self,
         *,

@@ -36,7 +36,9 @@ class TrajectoryBatch(google.protobuf.message.Message):
     replay: builtins.bool
     """was sent to an earlier incarnation"""
     @property
-    def trajectories(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[trajectory_pb2.Trajectory]: ...
+    def trajectories(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[trajectory_pb2.Trajectory]:
+        """with rewards and, where asked for, reference logprobs"""
+
     def __init__(
         self,
         *,
@@ -55,7 +57,9 @@ class TrainRequest(google.protobuf.message.Message):
 
     BATCH_FIELD_NUMBER: builtins.int
     @property
-    def batch(self) -> Global___TrajectoryBatch: ...
+    def batch(self) -> Global___TrajectoryBatch:
+        """of the next step"""
+
     def __init__(
         self,
         *,
@@ -95,13 +99,17 @@ class StepReport(google.protobuf.message.Message):
     REPLAY_FIELD_NUMBER: builtins.int
     WEIGHTS_HASH_FIELD_NUMBER: builtins.int
     step: builtins.int
+    """from 1"""
     policy_version: builtins.int
+    """of the weights after the step"""
     incarnation: builtins.int
+    """of the trainer that made it"""
     step_seconds: builtins.float
     """forward, backward and update"""
     wait_seconds: builtins.float
     """for the batch"""
     replay: builtins.bool
+    """the batch had been sent to an earlier incarnation"""
     weights_hash: builtins.str
     """names the weights after the step: sha256 over manifest and bucket checksums"""
     @property
@@ -135,6 +143,7 @@ class CheckpointReport(google.protobuf.message.Message):
     step: builtins.int
     """verified on disk"""
     path: builtins.str
+    """folder, as the trainer's machine names it"""
     problem: builtins.str
     """empty: fine"""
     oldest_step: builtins.int
@@ -214,14 +223,19 @@ class PushReport(google.protobuf.message.Message):
     NUM_BYTES_FIELD_NUMBER: builtins.int
     TRANSPORT_FIELD_NUMBER: builtins.int
     policy_version: builtins.int
+    """that was pushed"""
     incarnation: builtins.int
+    """of the trainer that pushed it"""
     seconds: builtins.float
     """begin to the last commit"""
     transfer_seconds: builtins.float
+    """begin to the end of the broadcast, of the last attempt"""
     stall_seconds: builtins.float
     """longest standstill of decoding on a server"""
     num_bytes: builtins.int
+    """of all buckets"""
     transport: builtins.str
+    """gloo or disk"""
     @property
     def committed(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """names of the servers that have it"""
@@ -255,6 +269,7 @@ class RolloutAddress(google.protobuf.message.Message):
     ADDRESS_FIELD_NUMBER: builtins.int
     NEEDS_VERSION_FIELD_NUMBER: builtins.int
     name: builtins.str
+    """as in Identity"""
     address: builtins.str
     """host:port"""
     needs_version: builtins.bool
@@ -279,7 +294,9 @@ class SyncRolloutsRequest(google.protobuf.message.Message):
     whole_membership: builtins.bool
     """the list is all there is: later pushes go to it"""
     @property
-    def servers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RolloutAddress]: ...
+    def servers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RolloutAddress]:
+        """the rollout servers of the run"""
+
     def __init__(
         self,
         *,
@@ -296,7 +313,9 @@ class SyncRolloutsReply(google.protobuf.message.Message):
 
     PUSH_FIELD_NUMBER: builtins.int
     @property
-    def push(self) -> Global___PushReport: ...
+    def push(self) -> Global___PushReport:
+        """to those that needed it"""
+
     def __init__(
         self,
         *,
@@ -323,7 +342,9 @@ class SaveReply(google.protobuf.message.Message):
 
     CHECKPOINT_FIELD_NUMBER: builtins.int
     @property
-    def checkpoint(self) -> Global___CheckpointReport: ...
+    def checkpoint(self) -> Global___CheckpointReport:
+        """of the newest step"""
+
     def __init__(
         self,
         *,
@@ -356,6 +377,7 @@ class ExportReply(google.protobuf.message.Message):
 
     PATH_FIELD_NUMBER: builtins.int
     path: builtins.str
+    """folder, as the trainer's machine names it"""
     def __init__(
         self,
         *,
@@ -383,7 +405,9 @@ class TrainerStatusReply(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     WEIGHTS_HASH_FIELD_NUMBER: builtins.int
     policy_version: builtins.int
+    """of the weights now"""
     incarnation: builtins.int
+    """of this trainer"""
     weights_hash: builtins.str
     """names the weights: sha256 over manifest and bucket checksums"""
     def __init__(

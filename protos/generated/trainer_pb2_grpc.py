@@ -79,19 +79,22 @@ class TrainerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Save(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Write a checkpoint of where the trainer stands and verify it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Export(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Name a folder that Hugging Face and vLLM load.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Where the trainer stands at this instant.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -161,10 +161,13 @@ class TrainerStub(typing.Generic[_TrainerTrainType, _TrainerSyncRolloutsType, _T
     """Bring the named rollout servers to the current version."""
 
     Save: _TrainerSaveType
+    """Write a checkpoint of where the trainer stands and verify it."""
 
     Export: _TrainerExportType
+    """Name a folder that Hugging Face and vLLM load."""
 
     Status: _TrainerStatusType
+    """Where the trainer stands at this instant."""
 
 TrainerAsyncStub: typing_extensions.TypeAlias = TrainerStub[
     grpc.aio.StreamStreamMultiCallable[
@@ -211,20 +214,23 @@ class TrainerServicer(metaclass=abc.ABCMeta):
         self,
         request: trainer_pb2.SaveRequest,
         context: _ServicerContext,
-    ) -> typing.Union[trainer_pb2.SaveReply, collections.abc.Awaitable[trainer_pb2.SaveReply]]: ...
+    ) -> typing.Union[trainer_pb2.SaveReply, collections.abc.Awaitable[trainer_pb2.SaveReply]]:
+        """Write a checkpoint of where the trainer stands and verify it."""
 
     @abc.abstractmethod
     def Export(
         self,
         request: trainer_pb2.ExportRequest,
         context: _ServicerContext,
-    ) -> typing.Union[trainer_pb2.ExportReply, collections.abc.Awaitable[trainer_pb2.ExportReply]]: ...
+    ) -> typing.Union[trainer_pb2.ExportReply, collections.abc.Awaitable[trainer_pb2.ExportReply]]:
+        """Name a folder that Hugging Face and vLLM load."""
 
     @abc.abstractmethod
     def Status(
         self,
         request: trainer_pb2.TrainerStatusRequest,
         context: _ServicerContext,
-    ) -> typing.Union[trainer_pb2.TrainerStatusReply, collections.abc.Awaitable[trainer_pb2.TrainerStatusReply]]: ...
+    ) -> typing.Union[trainer_pb2.TrainerStatusReply, collections.abc.Awaitable[trainer_pb2.TrainerStatusReply]]:
+        """Where the trainer stands at this instant."""
 
 def add_TrainerServicer_to_server(servicer: TrainerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -85,6 +85,7 @@ class Array(google.protobuf.message.Message):
     SHAPE_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
     dtype: Global___DType.ValueType
+    """of each element"""
     data: builtins.bytes
     """product(shape) * itemsize bytes"""
     @property
@@ -195,7 +196,9 @@ class VersionSpan(google.protobuf.message.Message):
     POLICY_VERSION_FIELD_NUMBER: builtins.int
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     policy_version: builtins.int
+    """of the weights that made the tokens"""
     num_tokens: builtins.int
+    """in a row"""
     def __init__(
         self,
         *,
@@ -273,6 +276,7 @@ class Trajectory(google.protobuf.message.Message):
     attempt: builtins.int
     """deliveries of this sample so far, from 1; not part of the key"""
     stop_reason: Global___StopReason.ValueType
+    """why it ended"""
     response_text: builtins.str
     """detokenized without special tokens; what a reward sees"""
     server: builtins.str
@@ -284,7 +288,9 @@ class Trajectory(google.protobuf.message.Message):
     reward_route: builtins.str
     """name@version of what judged it"""
     @property
-    def key(self) -> Global___SampleKey: ...
+    def key(self) -> Global___SampleKey:
+        """which sample"""
+
     @property
     def prompt_ids(self) -> Global___Array:
         """int32 [P]"""

@@ -89,8 +89,11 @@ class TensorSpec(google.protobuf.message.Message):
     name: builtins.str
     """as in the Hugging Face state dict"""
     dtype: trajectory_pb2.DType.ValueType
+    """of each element"""
     @property
-    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """elements per dimension"""
+
     def __init__(
         self,
         *,
@@ -116,7 +119,9 @@ class Manifest(google.protobuf.message.Message):
     hash: builtins.str
     """sha256 over the fields above; a receiver that knows it needs no tensors again"""
     @property
-    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TensorSpec]: ...
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
+        """in the order in which they lie in the buckets"""
+
     def __init__(
         self,
         *,
@@ -141,12 +146,15 @@ class Rendezvous(google.protobuf.message.Message):
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
     host: builtins.str
+    """of the trainer's store"""
     port: builtins.int
+    """of the trainer's store"""
     group_id: builtins.str
     """unique for (incarnation, membership); a known one is used again"""
     rank: builtins.int
     """of the receiver"""
     world_size: builtins.int
+    """the trainer and all receivers"""
     nonce: builtins.str
     """secret prefix of the keys in the store"""
     def __init__(
@@ -175,15 +183,19 @@ class BeginPushRequest(google.protobuf.message.Message):
     PATH_FIELD_NUMBER: builtins.int
     DEADLINE_SECONDS_FIELD_NUMBER: builtins.int
     policy_version: builtins.int
+    """that comes"""
     incarnation: builtins.int
     """of the trainer; an older one is refused"""
     transport: Global___Transport.ValueType
+    """how the buckets travel"""
     path: builtins.str
     """disk"""
     deadline_seconds: builtins.float
     """for the whole transfer"""
     @property
-    def manifest(self) -> Global___Manifest: ...
+    def manifest(self) -> Global___Manifest:
+        """whole, or its hash alone where it was sent before"""
+
     @property
     def rendezvous(self) -> Global___Rendezvous:
         """broadcasts"""
@@ -229,8 +241,11 @@ class CommitPushRequest(google.protobuf.message.Message):
     CHECKSUMS_FIELD_NUMBER: builtins.int
     UPDATE_MODE_FIELD_NUMBER: builtins.int
     policy_version: builtins.int
+    """of the open push"""
     incarnation: builtins.int
+    """of the trainer; an older one is refused"""
     update_mode: Global___UpdateMode.ValueType
+    """what unfinished samples do at the swap"""
     @property
     def checksums(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """of each bucket, as the trainer sent it"""
@@ -275,8 +290,11 @@ class AbortPushRequest(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     policy_version: builtins.int
+    """of the push that is given up"""
     incarnation: builtins.int
+    """of the trainer; an older one is refused"""
     reason: builtins.str
+    """one phrase for the log"""
     def __init__(
         self,
         *,

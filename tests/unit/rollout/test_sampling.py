@@ -1,3 +1,5 @@
+"""Sampling of one token a row: the distribution, its logprobs, and seeds that fix every draw."""
+
 import math
 
 import pytest
