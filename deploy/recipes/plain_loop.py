@@ -4,7 +4,7 @@ Every step draws prompts, samples a group for each, scores by exact match and ta
 with a time stamp while it runs and measured afterwards: measuring costs no run time. It prints one JSON line.
 With --staleness k a step trains on the samples that the weights of k steps before have made.
 
-    python -m deploy.recipes.plain_loop --model FOLDER --steps 400
+    python -m deploy.recipes.plain_loop --model FOLDER --steps 380
 
 Makes and warm-starts the demo model in FOLDER when there is none. Shapes: B samples, T tokens, V vocabulary.
 """
@@ -29,7 +29,7 @@ from trainer.warmstart import greedy_accuracy, warm_start
 Pair = tuple[str, str]
 MAX_NEW_TOKENS = 4  # the longest sum has three digits, and the end token follows
 GOAL = 0.85
-CLIP_LOW, CLIP_HIGH = 0.2, 0.2
+CLIP_LOW, CLIP_HIGH = 0.2, 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,8 @@ def run(model: Any, tokenizer: Any, rows: Sequence[Pair], flags: argparse.Namesp
         waiting.append(sample(model, tokenizer, prompts, samples=flags.samples))
         if len(waiting) <= flags.staleness:
             continue
+        for group in optimizer.param_groups:
+            group["lr"] = flags.lr * learning_rate_share(step, steps=flags.steps)
         _train_step(model, optimizer, waiting.popleft())
         step += 1
         seconds = time.perf_counter() - start
@@ -91,6 +93,11 @@ def run(model: Any, tokenizer: Any, rows: Sequence[Pair], flags: argparse.Namesp
     if snapshots[-1].step != step:
         snapshots.append(_snapshot(model, step=step, seconds=seconds))
     return snapshots
+
+
+def learning_rate_share(step: int, *, steps: int) -> float:
+    """Share (0 to 1) of the learning rate at a step from 0 on: ten steps up, then linearly down to 5 % at `steps`."""
+    return min((step + 1) / 10, 1.0 - 0.95 * step / steps)
 
 
 @torch.no_grad()
@@ -184,10 +191,10 @@ def _pairs(split: str) -> list[Pair]:
 def _flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of the model; made and warm-started when missing")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=380, help="the learning rate falls linearly over them")
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step")
     parser.add_argument("--samples", type=int, default=8, help="samples of a prompt: the group")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=8e-4)
     parser.add_argument("--staleness", type=int, default=0, help="steps between making and training a sample")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this run time")

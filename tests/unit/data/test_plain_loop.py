@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy.recipes.plain_loop import Batch, group_advantages, policy_loss
+from deploy.recipes.plain_loop import Batch, group_advantages, learning_rate_share, policy_loss
 from trainer.tiny import make_tiny_qwen3
 
 ROOT = Path(__file__).parents[3]
@@ -29,8 +29,13 @@ def test_the_loss_clips_the_ratio_and_leaves_masked_tokens_out() -> None:
         advantages_B=torch.tensor([1.0, -1.0]),
     )
     ratios_BT = torch.tensor([[2.0, 1.1], [0.5, 9.0]])
-    # min(2, 1.2) + 1.1 - max(0.5, 0.8), over three tokens
-    assert policy_loss(ratios_BT.log(), batch).item() == pytest.approx(-(1.2 + 1.1 - 0.8) / 3)
+    # min(2, 1.3) + 1.1 - max(0.5, 0.8), over three tokens
+    assert policy_loss(ratios_BT.log(), batch).item() == pytest.approx(-(1.3 + 1.1 - 0.8) / 3)
+
+
+def test_the_learning_rate_rises_for_ten_steps_and_falls_to_the_end() -> None:
+    shares = [learning_rate_share(step, steps=100) for step in (0, 4, 20, 60, 100)]
+    assert shares == pytest.approx([0.1, 0.5, 0.81, 0.43, 0.05])
 
 
 @pytest.mark.parametrize("staleness", ["0", "2"])
