@@ -5,6 +5,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
+COMPOSE := docker-compose==1.29.2
 ARGS ?=
 
 VENV := .venv
@@ -33,6 +34,8 @@ $(READY): pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 	@echo "==> installing offbeat[train,dev]"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,dev]'
+	@echo "==> fetching the schema that deploy/compose.yaml is held to"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .cache/compose $(COMPOSE)
 	@touch $@
 
 demo: $(READY)

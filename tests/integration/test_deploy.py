@@ -1,7 +1,8 @@
 """deploy/: the Dockerfile and compose.yaml say what they should, and the file's own commands train a model.
 
-compose-spec.json is the schema of the Compose Specification (Apache-2.0), unchanged. Containers become local processes:
-host names turn into 127.0.0.1, the one port into a free one for each service, the volume into a folder.
+The schema of the Compose Specification comes with docker-compose, which `make setup` unpacks without installing it.
+Containers become local processes: host names turn into 127.0.0.1, the one port into a free one for each service, the
+volume into a folder.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+COMPOSE_SCHEMA = ROOT / ".cache" / "compose" / "compose" / "config" / "compose_spec.json"
 ROLES = {"conductor", "rollout", "reward", "reference", "trainer"}
 HOME, PORT = "/home/offbeat", 50051
 START_SECONDS, RUN_SECONDS = 90.0, 120.0
@@ -103,7 +105,7 @@ def test_services_without_a_model_come_without_torch(role: str) -> None:
 
 
 def test_the_compose_file_is_valid_against_the_compose_specification() -> None:
-    schema = json.loads((Path(__file__).parent / "compose-spec.json").read_text())
+    schema = json.loads(COMPOSE_SCHEMA.read_text())
 
     jsonschema.Draft7Validator(schema).validate(compose())
 
