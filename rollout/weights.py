@@ -38,6 +38,7 @@ class Incoming:
         self.plan = plan
         self.buffers = [torch.zeros(bucket.num_bytes, dtype=torch.uint8) for bucket in plan]
         self.arrived: Future[None] = Future()
+        self.arrived.set_running_or_notify_cancel()  # who gives up waiting does not cancel it
         threading.Thread(target=self._receive, args=(fill,), name=f"push-{version}", daemon=True).start()
 
     def _receive(self, fill: Callable[[list[Tensor]], None]) -> None:

@@ -87,10 +87,15 @@ class Pusher:
         for attempt in range(ATTEMPTS):
             if not peers:
                 break
-            problems = await self._attempt(version, peers, transport=transport, report=report)
+            last = attempt == ATTEMPTS - 1
+            # A broken broadcast does not say whose fault it was: in the end each server has a group of its own.
+            crews = [[peer] for peer in peers] if last and transport == "gloo" else [peers]
+            problems: dict[str, str] = {}
+            for crew in crews:
+                problems |= await self._attempt(version, crew, transport=transport, report=report)
             if not problems:
                 break
-            peers = await self._survivors(version, peers, problems, report=report, last=attempt == ATTEMPTS - 1)
+            peers = await self._survivors(version, peers, problems, report=report, last=last)
         report.seconds = time.monotonic() - began
         return report
 

@@ -140,6 +140,7 @@ class Broadcaster:
 def on_daemon_thread(function: Callable[[], None], *, name: str) -> Future[None]:
     """Run `function` on a thread that does not keep the process alive."""
     future: Future[None] = Future()
+    future.set_running_or_notify_cancel()  # who gives up waiting does not cancel it: the thread still says how it ended
 
     def run() -> None:
         try:
