@@ -22,8 +22,14 @@ app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 
 ROOMS = ("protos", "services", "trainer", "rollout", "reward")
-QUIET = {"TQDM_DISABLE": "1", "GRPC_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
-"""Progress bars and notes of libraries that would stand between our own lines; a user's own setting wins."""
+ENVIRONMENT = {
+    "TQDM_DISABLE": "1",
+    "GRPC_VERBOSITY": "ERROR",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+"""No progress bars and notes of libraries between our own lines; idle threads do not spin on the cores that other
+services need. A user's own setting wins."""
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="settings, e.g. run.num_steps=10 trainer.optimizer.lr=1e-5")
 ]
@@ -229,7 +235,7 @@ def main() -> None:
     if sys.path and sys.path[0] in ("", os.getcwd()) and os.getcwd() != str(Path(__file__).resolve().parent.parent):
         sys.path.pop(0)
     check_rooms()
-    for name, value in QUIET.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     app()
 
