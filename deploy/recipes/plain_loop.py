@@ -27,7 +27,8 @@ from trainer.tiny import make_tiny_qwen3
 from trainer.warmstart import greedy_accuracy, warm_start
 
 Pair = tuple[str, str]
-MAX_NEW_TOKENS = 4  # the longest sum has three digits, and the end token follows
+SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 4}  # 3 digits and eos
+RECORD = {"return_dict_in_generate": True, "output_logits": True}
 GOAL = 0.85
 CLIP_LOW, CLIP_HIGH = 0.2, 0.3
 
@@ -64,7 +65,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(flags.model)
     model = AutoModelForCausalLM.from_pretrained(flags.model, dtype=torch.float32).eval()
     snapshots = run(model, tokenizer, train, flags)
-    line = json.dumps(report(model, tokenizer, test, snapshots, samples_per_step=flags.prompts * flags.samples))
+    curve = [_point(model, tokenizer, test, snapshot) for snapshot in snapshots]
+    line = json.dumps(report(curve, last=snapshots[-1], samples_per_step=flags.prompts * flags.samples))
     print(line)
     if flags.out:
         Path(flags.out).write_text(line + "\n", encoding="utf-8")
@@ -104,17 +106,7 @@ def learning_rate_share(step: int, *, steps: int) -> float:
 def sample(model: Any, tokenizer: Any, pairs: Sequence[Pair], *, samples: int) -> Batch:
     """Draw `samples` responses for each (prompt, answer) at temperature 1 and score them by exact match."""
     inputs = tokenizer([prompt for prompt, _ in pairs for _ in range(samples)], return_tensors="pt")
-    made = model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=MAX_NEW_TOKENS,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+    made = model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **SAMPLING, **RECORD)
     prompt_length = inputs["input_ids"].shape[1]
     response_BT = made.sequences[:, prompt_length:]
     logprobs_BTV = torch.stack(made.logits, dim=1).log_softmax(-1)
@@ -145,16 +137,8 @@ def policy_loss(logprobs_BT: torch.Tensor, batch: Batch) -> torch.Tensor:
     return (loss_BT * batch.mask_BT).sum() / batch.mask_BT.sum()
 
 
-def report(
-    model: Any, tokenizer: Any, test: Sequence[Pair], snapshots: Sequence[Snapshot], *, samples_per_step: int
-) -> dict[str, Any]:
-    """Held-out greedy accuracy of every snapshot, and what the run took (seconds of run time)."""
-    curve = []
-    for kept in snapshots:
-        model.load_state_dict(kept.weights)
-        accuracy = greedy_accuracy(model, tokenizer, test)
-        curve.append({"step": kept.step, "seconds": round(kept.seconds, 2), "accuracy": round(accuracy, 4)})
-    last = snapshots[-1]
+def report(curve: Sequence[dict[str, Any]], *, last: Snapshot, samples_per_step: int) -> dict[str, Any]:
+    """What the run took (seconds of run time) and reached."""
     reached = next((point for point in curve if point["accuracy"] >= GOAL), None)
     return {
         "wall_seconds": round(last.seconds, 2),
@@ -166,6 +150,12 @@ def report(
         "samples_per_second": round(last.step * samples_per_step / last.seconds, 1) if last.seconds else 0.0,
         "curve": curve,
     }
+
+
+def _point(model: Any, tokenizer: Any, test: Sequence[Pair], snapshot: Snapshot) -> dict[str, Any]:
+    model.load_state_dict(snapshot.weights)
+    accuracy = greedy_accuracy(model, tokenizer, test)
+    return {"step": snapshot.step, "seconds": round(snapshot.seconds, 2), "accuracy": round(accuracy, 4)}
 
 
 def _train_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
