@@ -1,4 +1,4 @@
-# Every target sets up what it needs: a virtual environment in .venv, once, and again when pyproject.toml changes.
+# Every target sets up what it needs: a virtual environment in .venv, once, and again when pyproject.toml or this file changes.
 #   make demo                                                   train a small model on this machine's CPU
 #   make test                                                   all tests that need no GPU
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu  a torch without CUDA: some 3 GB less to download
@@ -26,7 +26,7 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit("Offbeat needs Python 3.11 or newer; say make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	@echo "==> making a virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
