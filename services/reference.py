@@ -29,7 +29,7 @@ class ReferenceService(Worker, protos.ReferenceServicer):
     async def prepare(self) -> None:
         self._items: list[tuple[protos.LogProbItem, Outbox[protos.LogProbReply]]] = []
         self._news = asyncio.Event()
-        await self.compute(self._load)
+        await self.load(self._load)
 
     def _load(self) -> None:
         from trainer.model import load_model, prepare_process

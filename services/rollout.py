@@ -55,7 +55,7 @@ class RolloutService(Worker, Receiving, protos.RolloutServicer):
 
     async def prepare(self) -> None:
         config = self.config.rollout
-        self.engine: Engine = await self.compute(self._load)
+        self.engine: Engine = await self.load(self._load)
         self.identity.capabilities.extend((f"engine:{config.engine}", "transport:gloo", "transport:disk"))
         await self.engine.start()
         self.start_receiving(config.update_mode)

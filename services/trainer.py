@@ -51,7 +51,7 @@ class TrainerService(Worker, protos.TrainerServicer):
         self._save_task: asyncio.Task[protos.CheckpointReport] | None = None
         self._saved_step = 0
         self._pusher: Pusher | None = None
-        await self.compute(self._load)
+        await self.load(self._load)
 
     def _load(self) -> None:
         from trainer.checkpoint import CheckpointStore, restore

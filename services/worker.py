@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import protos
-from services.actor import Actor, Bind, cancel
+from services.actor import Actor, Bind, Result, cancel
 from services.compose import load_json
 from services.config import Config
 from services.membership import Membership
+
+# transformers patches torch for the whole process while it loads: a second load beside it leaves tensors without data.
+LOADING = threading.Lock()
 
 
 class Worker(Actor):
@@ -34,6 +39,15 @@ class Worker(Actor):
 
     async def prepare(self) -> None:
         """Load what is heavy."""
+
+    async def load(self, function: Callable[[], Result]) -> Result:
+        """Run what loads a model on the compute thread; one at a time in a process."""
+
+        def alone() -> Result:
+            with LOADING:
+                return function()
+
+        return await self.compute(alone)
 
     async def serve(self) -> None:
         """Work in the background until cancelled."""

@@ -42,15 +42,17 @@ def bench_demo(overrides: list[str], *, out: Path | None) -> int:
             prompts=config.run.prompts_per_step,
             samples=config.run.group_size,
             lr=config.trainer.optimizer.lr,
+            seed=config.run.seed,
         )
     show(plain, offbeat)
     return write(out, "demo", {"overrides": overrides, "plain": plain, "offbeat": offbeat})
 
 
-def of_plain_loop(model: Path, *, steps: int, prompts: int, samples: int, lr: float) -> dict[str, Any]:
+def of_plain_loop(model: Path, *, steps: int, prompts: int, samples: int, lr: float, seed: int) -> dict[str, Any]:
     """The baseline's own report."""
     command = [sys.executable, "-m", "deploy.recipes.plain_loop", "--model", str(model), "--steps", str(steps)]
     command += ["--prompts", str(prompts), "--samples", str(samples), "--lr", str(lr), "--snapshot-every", str(EVERY)]
+    command += ["--seed", str(seed)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report
