@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import protos
 from services.actor import Actor, Bind
 from services.channel import connect
+from services.roster import Member
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -78,13 +79,18 @@ class Attendance(protos.ConductorServicer):
     def __init__(self) -> None:
         self.joined: list[protos.JoinRequest] = []
         self.left: list[str] = []
+        self.beats = 0
+        self.known = True
+        self.finished = False
+        self.heartbeat_seconds = 5.0
 
     async def Join(self, request: protos.JoinRequest, context: Any) -> protos.JoinReply:
         self.joined.append(request)
-        return protos.JoinReply(run_id="run", incarnation=1, heartbeat_seconds=5.0)
+        return protos.JoinReply(run_id="run", incarnation=1, heartbeat_seconds=self.heartbeat_seconds)
 
     async def Heartbeat(self, request: protos.HeartbeatRequest, context: Any) -> protos.HeartbeatReply:
-        return protos.HeartbeatReply(known=True)
+        self.beats += 1
+        return protos.HeartbeatReply(known=self.known, finished=self.finished)
 
     async def Leave(self, request: protos.LeaveRequest, context: Any) -> protos.LeaveReply:
         self.left.append(request.name)
@@ -158,3 +164,7 @@ def lease(
         sampling=sampling,
         ttl_ms=60_000,
     )
+
+
+def member(name: str, address: str) -> Member:
+    return Member(name, "any", address, "process", protos.Identity(), 0.0)

@@ -1,4 +1,4 @@
-"""A version on its way from the trainer's end to rollout servers, by Gloo and by a shared path, and what can go wrong."""
+"""A version on its way from the trainer to rollout servers, by Gloo and by a shared path, and what can go wrong."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
