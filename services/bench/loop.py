@@ -31,7 +31,9 @@ def bench_loop(recipe: str, overrides: Sequence[str], *, steps: int, rounds: int
                     f"run.folder={scratch}",
                 ]
                 rows[name].append(one_run(recipe, [*settings, f"run.name={name}"], model=model))
-    figures = {name: {key: spread([run[key] for run in runs]) for key in runs[0]} for name, runs in rows.items()}
+    figures: dict[str, Any] = {
+        name: {key: spread([run[key] for run in runs]) for key in runs[0]} for name, runs in rows.items()
+    }
     pairs = zip(rows["async"], rows["sync"], strict=True)
     figures["async_over_sync"] = spread(
         [one["samples_per_s"] / other["samples_per_s"] for one, other in pairs], digits=2

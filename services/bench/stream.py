@@ -42,7 +42,7 @@ def bench_stream(*, rounds: int, out: Path | None) -> int:
 async def one_size(size: tuple[int, int, int], *, rounds: int) -> dict[str, Any]:
     reply = protos.GenerateReply(trajectories=[trajectory(*size[:2]) for _ in range(size[2])])
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    protos.add_RolloutServicer_to_server(Source(reply), server)
+    protos.add_RolloutServicer_to_server(Source(reply), server)  # type: ignore[abstract]  # one method is asked
     server.add_generic_rpc_handlers((raw_handler(reply.SerializeToString()),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
