@@ -39,6 +39,7 @@ class Plain(Actor):
     async def finish(self) -> None:
         if self.hangs:
             await asyncio.Event().wait()
+        await asyncio.sleep(0.01)
         self.finished = True
 
     def in_hand(self) -> int:
