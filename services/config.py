@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from reward.config import RewardConfig
 from rollout.config import RolloutConfig
 from rollout.datasets.config import DataConfig
+from services.errors import ConfigError
 from trainer.config import TrainerConfig
 
 if TYPE_CHECKING:
@@ -186,12 +187,14 @@ class Config(Section):
         )
 
     def prompts(self) -> NextPrompt:
-        """Position in the endless prompt stream -> prompt; reads the data."""
-        from rollout.datasets import check_share, load_rows
+        """Position in the endless prompt stream -> prompt; reads the data. ConfigError where it cannot be used."""
+        from rollout.datasets import load_rows
         from rollout.prompts import PromptStream
 
-        report = load_rows(self.data)
-        check_share(report, self.data.max_reject_share)
+        try:
+            report = load_rows(self.data)
+        except (ValueError, OSError) as error:
+            raise ConfigError([f"data: {error}"]) from error
         stream = PromptStream(report.rows, seed=self.data.seed, shuffle=self.data.shuffle)
         return lambda position: prompt_at(stream, position)
 

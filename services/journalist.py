@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -78,7 +79,7 @@ class Journalist:
         self.num_steps += 1
         self.num_samples += samples
         self.last_metrics = metrics
-        rounded = {key: float(f"{value:.6g}") for key, value in metrics.items()}
+        rounded = {key: float(f"{value:.6g}") if math.isfinite(value) else None for key, value in metrics.items()}
         extra = {"weights_hash": report.weights_hash} if report.weights_hash else {}
         self._metrics.write({"replay": report.replay, **extra, **rounded})
         if report.step % self.config.run.log_every == 0:
