@@ -24,7 +24,7 @@ class RolloutConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(min_length=1, description="Folder or hub id of the start model (policy_version 0).")
-    engine: Literal["hf", "vllm", "sglang"] = Field(default="hf", description="What generates; hf is built in.")
+    engine: Literal["hf"] = Field(default="hf", description="What generates; hf is built in.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Floating point type of the weights; auto takes the checkpoint's own."
     )

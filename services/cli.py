@@ -27,9 +27,11 @@ ENVIRONMENT = {
     "GRPC_VERBOSITY": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_WAIT_POLICY": "PASSIVE",
+    "GRPC_ENABLE_FORK_SUPPORT": "0",
 }
 """No progress bars and notes of libraries between our own lines; idle threads do not spin on the cores that other
-services need. A user's own setting wins."""
+services need; our child processes exec at once, so gRPC need not stop its threads for a fork. A user's own setting
+wins."""
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="settings, e.g. run.num_steps=10 trainer.optimizer.lr=1e-5")
 ]

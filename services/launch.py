@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.config import Config
-from services.errors import OffbeatError
+from services.errors import ConfigError, OffbeatError
 from services.serve import ADDRESS_FILE, REPLACED, save_config
 from services.telemetry import set_up_logging
 
@@ -157,6 +157,7 @@ def services_of(config: Config) -> list[tuple[str, str]]:
 
 def prepare_folder(config: Config, *, fresh: bool) -> Path:
     """Make or find the run folder, save the config in it, make the start model; OffbeatError for a finished run."""
+    config.prompts()  # data that cannot be used is told before anything starts
     folder = config.run_folder
     if fresh and folder.exists():
         shutil.rmtree(folder)
@@ -182,6 +183,9 @@ def run_training(config: Config, *, inline: bool = False, fresh: bool = False, p
             run_inline(config, folder)
         else:
             run_processes(config, folder, plain=plain)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
     except OffbeatError as error:
         print(error, file=sys.stderr)
         return 1
