@@ -22,7 +22,7 @@ class MicroBatch:
     """R of this micro-batch."""
     input_ids_BT: Tensor
     positions_N: Tensor
-    """Into the flattened [B, T]: where each counted token is predicted (one to its left)."""
+    """Into the flattened input_ids_BT: where each counted token is predicted (one to its left)."""
     targets_N: Tensor
     """Its token id."""
     slots_N: Tensor
@@ -51,7 +51,10 @@ def pack(lengths_B: Tensor, *, max_tokens: int) -> list[Tensor]:
 
 
 def micro_batch(batch: Batch, rows_B: Tensor, *, device: torch.device) -> MicroBatch:
-    """Picks `rows_B` out of `batch`; tokens outside the loss mask get no position, hence no logits."""
+    """Picks `rows_B` out of `batch`; tokens outside the loss mask get no position, hence no logits.
+
+    The last column predicts nothing that is asked for, so the model does not see it.
+    """
     prompt_lengths_B, lengths_B = batch.prompt_lengths_B[rows_B], batch.lengths_B[rows_B]
     tokens, width = int(lengths_B.max()), int(batch.response_lengths_B[rows_B].max())
     input_ids_BT = batch.input_ids_BT[rows_B, :tokens]
@@ -60,8 +63,8 @@ def micro_batch(batch: Batch, rows_B: Tensor, *, device: torch.device) -> MicroB
     return MicroBatch(
         rows_B=rows_B,
         width=width,
-        input_ids_BT=input_ids_BT.to(device, non_blocking=True),
-        positions_N=(predicted_N - 1).to(device, non_blocking=True),
+        input_ids_BT=input_ids_BT[:, :-1].to(device, non_blocking=True),
+        positions_N=(predicted_N - 1 - row_N).to(device, non_blocking=True),
         targets_N=input_ids_BT.flatten()[predicted_N].to(device, non_blocking=True),
         slots_N=(row_N * width + column_N).to(device, non_blocking=True),
     )

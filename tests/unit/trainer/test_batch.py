@@ -67,8 +67,8 @@ def test_a_micro_batch_points_one_to_the_left_of_each_counted_token() -> None:
     masked = trajectory([4], [5, 6, 7], loss_mask=np.array([1, 0, 1], np.uint8))
     batch = collate([trajectory([1, 2], [3]), masked, trajectory([1], [2] * 6)])
     micro = micro_batch(batch, torch.tensor([1, 0]), device=torch.device("cpu"))
-    assert micro.input_ids_BT.tolist() == [[4, 5, 6, 7], [1, 2, 3, 0]]
-    assert micro.positions_N.tolist() == [0, 2, 5]
+    assert micro.input_ids_BT.tolist() == [[4, 5, 6], [1, 2, 3]], "the last column predicts nothing"
+    assert micro.positions_N.tolist() == [0, 2, 4]
     assert micro.targets_N.tolist() == [5, 7, 3]
     assert micro.scatter(torch.tensor([10.0, 20.0, 30.0])).tolist() == [[10, 0, 20], [30, 0, 0]]
 
