@@ -24,9 +24,18 @@ def machine() -> dict[str, Any]:
     }
 
 
+def command() -> str:
+    """The command as anyone types it: without the place of the program and of the report."""
+    words = sys.argv[1:]
+    if "--out" in words:
+        place = words.index("--out")
+        del words[place : place + 2]
+    return " ".join(("offbeat", *words))
+
+
 def write(out: Path | None, name: str, figures: dict[str, Any]) -> int:
     """Print the figures and, where asked, keep them."""
-    record = {"bench": name, "command": " ".join(sys.argv), "machine": machine(), **figures}
+    record = {"bench": name, "command": command(), "machine": machine(), **figures}
     text = json.dumps(record, indent=2)
     print(text)
     if out is not None:
