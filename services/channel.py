@@ -22,6 +22,7 @@ KEEPALIVE: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),  # no limit: a long step or a long answer is silence, and watched too
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -34,7 +35,8 @@ CLIENT_OPTIONS = KEEPALIVE + (
 # Without so_reuseport=0 a second server binds a taken port silently and steals half of the traffic.
 SERVER_OPTIONS = KEEPALIVE + (
     ("grpc.so_reuseport", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # A server that expects fewer pings than its peers send ends quiet connections with "Too many pings".
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.max_concurrent_streams", 20_000),
     ("grpc.server.max_pending_requests", 20_000),
     ("grpc.server.max_pending_requests_hard_limit", 30_000),
