@@ -99,6 +99,7 @@ class TrainerService(Worker, protos.TrainerServicer):
         outbox = self._outbox = Outbox()
         for report in self._reports:  # a conductor that came back may have missed them; it counts each step once
             outbox.put(protos.TrainReply(report=report))
+        outbox.put(protos.TrainReply())
         while not self._batches.empty():  # a new stream sends again what the old one had sent
             self._batches.get_nowait()
         async for reply in outbox.replies(self._read(request_iterator)):

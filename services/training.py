@@ -137,8 +137,6 @@ class Training:
         return protos.RolloutAddress(name=member.name, address=member.address, needs_version=not current)
 
     def _synchronized(self, push: protos.PushReport) -> None:
-        for step in [step for step in self.book.batches if step <= self._joined_version]:
-            self.book.train(step)  # it is in the trainer's weights, and its report died with a process
         self.ready = True
         self._on_push(push)
 
@@ -214,6 +212,13 @@ class Training:
             self._on_push(reply.push)
         if reply.HasField("checkpoint"):
             self._on_checkpoint(reply.checkpoint)
+        if not reply.ListFields():
+            self._count_unreported()
+
+    def _count_unreported(self) -> None:
+        """Steps that are in the trainer's weights and that it has no report of: that died with a process."""
+        for step in [step for step in self.book.batches if step <= self._joined_version]:
+            self.book.train(step)
 
     async def save(self) -> protos.CheckpointReport:
         """Ask for a checkpoint of where the trainer stands."""

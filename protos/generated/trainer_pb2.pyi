@@ -162,6 +162,8 @@ Global___CheckpointReport: typing_extensions.TypeAlias = CheckpointReport
 
 @typing.final
 class TrainReply(google.protobuf.message.Message):
+    """One with nothing in it comes first on a stream, after the reports that an earlier stream may have lost."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REPORT_FIELD_NUMBER: builtins.int
