@@ -132,10 +132,14 @@ class Actor(protos.ControlServicer):
         self._compute.shutdown(wait=False, cancel_futures=True)
 
     async def _live(self) -> None:
-        await self.setup()
-        worker = asyncio.create_task(self.work(), name=f"{self.name}-work")
         drained = asyncio.create_task(self.draining.wait(), name=f"{self.name}-drained")
+        setup = worker = asyncio.create_task(self.setup(), name=f"{self.name}-setup")
         try:
+            await asyncio.wait({setup, drained}, return_when=asyncio.FIRST_COMPLETED)
+            if not setup.done():  # told to leave before it was there
+                return
+            setup.result()
+            worker = asyncio.create_task(self.work(), name=f"{self.name}-work")
             await asyncio.wait({worker, drained}, return_when=asyncio.FIRST_COMPLETED)
             if worker.done():
                 worker.result()

@@ -3,6 +3,7 @@
 OffbeatError
   ConfigError          the user's config is wrong: told at start, exit code 2
   Replaced             another process has taken this service's place: told, exit code 3
+  Broken               a service that had joined can work no more; a fresh process may: exit code 4
   PeerError            a call to another service failed
     PeerUnavailable    it is not there, or went away (worth another try)
     PeerRefused        it is there and says no: fenced, wrong state, bad request (never retried)
@@ -31,6 +32,10 @@ class ConfigError(OffbeatError):
 
 class Replaced(OffbeatError):
     """The run goes on without this process; starting it again would push out its successor."""
+
+
+class Broken(OffbeatError):
+    """What failed is in the service's log; the launcher starts it again."""
 
 
 class PeerError(OffbeatError):

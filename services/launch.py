@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from services.config import Config
 from services.errors import ConfigError, OffbeatError
-from services.serve import ADDRESS_FILE, REPLACED, save_config
+from services.serve import ADDRESS_FILE, BROKEN, REPLACED, save_config
 from services.telemetry import set_up_logging
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Launcher:
     def _restart(self, child: Child, code: int | None) -> None:
         now = time.monotonic()
         if child.process is not None:
-            if code == 2 or (child.starts == 1 and code not in (None, 0) and code > 0):
+            if code == 2 or (child.starts == 1 and code is not None and 0 < code != BROKEN):
                 raise OffbeatError(f"{child.name} cannot start (exit code {code}):\n{tail(child.log)}")
             self.restarts += 1
             if self.restarts > self.config.launch.max_restarts:

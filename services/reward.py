@@ -11,7 +11,7 @@ import grpc
 import protos
 from reward.function import Failure, Outcome, RewardError, ScoreItem
 from reward.scorer import Scorer
-from services.errors import ConfigError
+from services.errors import ConfigError, OffbeatError
 from services.faults import fault
 from services.streams import Outbox
 from services.worker import Worker
@@ -39,8 +39,13 @@ class RewardService(Worker, protos.RewardServicer):
             await self.scorer.start()
         except RewardError as error:
             raise ConfigError([f"reward: {error}"]) from error
+        self._broken: asyncio.Future[RewardError] = asyncio.get_running_loop().create_future()
         self.route = "+".join(self.scorer.routes)
         self.identity.capabilities.append(f"route:{self.route}")
+
+    async def serve(self) -> None:
+        """Until the workers cannot be had any more: then a fresh process may do better."""
+        raise OffbeatError(f"no reward: {await self._broken}")
 
     async def finish(self) -> None:
         await self.scorer.close()
@@ -62,7 +67,12 @@ class RewardService(Worker, protos.RewardServicer):
 
     async def _score(self, items: list[protos.ScoreItem], outbox: Outbox[protos.ScoreReply]) -> None:
         fault(self.name, "reward.asked")
-        outcomes = await self.scorer.score([from_wire(item) for item in items])
+        try:
+            outcomes = await self.scorer.score([from_wire(item) for item in items])
+        except RewardError as error:
+            if not (self._broken.done() or self.draining.is_set()):
+                self._broken.set_result(error)
+            return
         results = [self._result(item, outcome) for item, outcome in zip(items, outcomes, strict=True)]
         outbox.put(protos.ScoreReply(results=results, credit=protos.Credit(samples=len(items))))
 

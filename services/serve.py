@@ -12,13 +12,14 @@ import yaml
 from services.actor import Actor, Bind, run_process, run_until_signalled
 from services.compose import load_config
 from services.config import Config
-from services.errors import ConfigError, OffbeatError, PeerError, Replaced
+from services.errors import Broken, ConfigError, OffbeatError, PeerError, Replaced
 from services.telemetry import set_up_logging
 
 ROLES = ("conductor", "rollout", "reward", "reference", "trainer")
 ADDRESS_FILE = "conductor.address"
-REPLACED = 3
-"""Exit code of a service whose place another process has taken."""
+REPLACED, BROKEN = 3, 4
+EXIT_CODES: dict[type[Exception], int] = {Replaced: REPLACED, Broken: BROKEN}
+"""Of a service that had joined the run; one that could not join exits with 1, one with a wrong config with 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ def serve_role(
         return 2
     except (OffbeatError, PeerError) as error:
         print(f"{place.name}: {error}", file=sys.stderr)
-        return REPLACED if isinstance(error, Replaced) else 1
+        return EXIT_CODES.get(type(error), 1)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,10 @@ import protos
 from services.actor import Actor, Bind, Result, cancel
 from services.compose import load_json
 from services.config import Config
+from services.errors import Broken, Replaced
 from services.membership import Membership
 
+logger = logging.getLogger(__name__)
 # transformers patches torch for the whole process while it loads: a second load beside it leaves tensors without data.
 LOADING = threading.Lock()
 
@@ -67,12 +70,17 @@ class Worker(Actor):
         await self.serving(True)
 
     async def work(self) -> None:
-        """Serve and stay a member; whichever ends first ends both."""
+        """Serve and stay a member; whichever ends first ends both. Raises Broken for what goes wrong at work."""
         tasks = {asyncio.create_task(self.serve()), asyncio.create_task(self.membership.stay())}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+        except Replaced:
+            raise
+        except Exception as error:
+            logger.exception("the service broke at work")
+            raise Broken(f"{type(error).__name__}: {error}") from error
         finally:
             await cancel(*tasks)
 
