@@ -77,6 +77,9 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         except TimeoutError:
             await worker.kill()
             raise RewardError(f"worker not ready after {start_timeout_seconds:g} s, while {worker._stage}") from None
+        except RuntimeError as error:  # uvloop: the pipe is closed already
+            await worker.kill()
+            raise RewardError(f"worker was gone at once: {error}") from error
         except BaseException:
             await worker.kill()
             raise
@@ -97,7 +100,11 @@ class WorkerProcess(asyncio.SubprocessProtocol):
 
         If the worker dies or is killed at its deadline, the current item gets the Failure and later ones get nothing.
         """
-        self._send([[i.prompt, i.response, i.ground_truth, i.data_source, dict(i.extra)] for i in items])
+        try:
+            self._send([[i.prompt, i.response, i.ground_truth, i.data_source, dict(i.extra)] for i in items])
+        except RuntimeError:  # uvloop: the pipe is closed already, and pipe_connection_lost is still to come
+            self._closing = True
+            return 0
         run = _Run(size=len(items), deliver=deliver, finished=self._loop.create_future(), since=self._loop.time())
         self._run = run
         self._watch = self._loop.call_later(self._timeout_seconds, self._check_deadline, run)
