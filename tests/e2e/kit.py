@@ -29,7 +29,6 @@ from services.ledger import Ledger
 
 POLL_SECONDS = 0.05
 RUN_SECONDS = 90.0
-START_SECONDS = 30.0
 PROMPTS, SAMPLES = 4, 4
 BATCH = PROMPTS * SAMPLES
 REWARDS = Path(__file__).with_name("rewards.py")
@@ -82,9 +81,9 @@ class Run:
 
     def gather(self) -> Run:
         """Let a started run wait with its first lease until all services have joined."""
-        self.pause()
+        self.wait(self.pause)
         self.wait(lambda: self.serving() == len(self.launcher.children) - 1)
-        self.resume()
+        self.wait(self.resume)
         return self
 
     def wait(self, until: Callable[[], bool] | None = None, *, seconds: float = RUN_SECONDS) -> None:
@@ -117,14 +116,17 @@ class Run:
     def signal(self, name: str, number: signal.Signals) -> None:
         os.kill(self.pid(name), number)
 
-    def pause(self) -> None:
-        """No further leases."""
-        with self.conductor() as stub:
-            stub.PauseRun(protos.PauseRunRequest(), timeout=START_SECONDS, wait_for_ready=True)
+    def pause(self) -> bool:
+        """No further leases; whether the conductor was there to hear it."""
+        with self.conductor() as stub, suppress(grpc.RpcError):
+            return stub.PauseRun(protos.PauseRunRequest(), timeout=2.0) is not None
+        return False
 
-    def resume(self) -> None:
-        with self.conductor() as stub:
-            stub.ResumeRun(protos.ResumeRunRequest(), timeout=START_SECONDS, wait_for_ready=True)
+    def resume(self) -> bool:
+        """Leases again; whether the conductor was there to hear it."""
+        with self.conductor() as stub, suppress(grpc.RpcError):
+            return stub.ResumeRun(protos.ResumeRunRequest(), timeout=2.0) is not None
+        return False
 
     @contextmanager
     def conductor(self) -> Iterator[protos.ConductorStub]:
