@@ -15,7 +15,7 @@ from services.actor import Bind
 from services.compose import load_json
 from services.conductor import Conductor
 from services.config import Config
-from services.errors import Replaced
+from services.errors import ConfigError, Replaced
 from services.reward import RewardService
 from tests.integration.kit import Attendance, attendance, bind, channel_to, running, serving, until
 
@@ -134,7 +134,7 @@ async def test_a_setup_that_fails_closes_its_files_and_a_better_one_finds_the_ru
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{}\n")
     conductor = conductor_of(make_config(data={"type": "file", "path": str(bad), "size": None}), tmp_path)
-    with pytest.raises(ValueError, match="cannot be used"):
+    with pytest.raises(ConfigError, match="cannot be used"):
         await conductor.run()
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
         await conductor.ledger.durable()
