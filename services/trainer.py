@@ -49,7 +49,9 @@ class TrainerService(Worker, protos.TrainerServicer):
         self._pushing = asyncio.Lock()
         self._push_task: asyncio.Task[None] | None = None
         self._save_task: asyncio.Task[protos.CheckpointReport] | None = None
-        self._saved_step = 0
+        self._saving = asyncio.Lock()
+        self._computed_step = 0
+        """What the learner's weights are: ahead of policy_version while a step ends. Set on the compute thread."""
         self._pusher: Pusher | None = None
         await self.load(self._load)
 
@@ -71,7 +73,7 @@ class TrainerService(Worker, protos.TrainerServicer):
         for problem in problems:
             logger.error("a checkpoint is damaged", extra={"facts": {"problem": problem}})
         if found is not None:
-            self.policy_version = self._saved_step = restore(found, self.learner).policy_version
+            self.policy_version = self._computed_step = restore(found, self.learner).policy_version
             logger.info("resumed", extra={"facts": {"step": self.policy_version, "path": found}})
         self.outgoing = Outgoing(model.named_parameters(), bucket_bytes=int(self.config.push.bucket_mib * 2**20))
         self.outgoing.pack()
@@ -150,7 +152,9 @@ class TrainerService(Worker, protos.TrainerServicer):
 
     def _train(self, batch: protos.TrajectoryBatch) -> dict[str, float]:
         trajectories = [from_wire(trajectory) for trajectory in batch.trajectories]
-        return self.learner.train(trajectories, step=batch.step, policy_version=batch.step - 1)
+        metrics = self.learner.train(trajectories, step=batch.step, policy_version=batch.step - 1)
+        self._computed_step = batch.step
+        return metrics
 
     # Pushes.
 
@@ -204,15 +208,20 @@ class TrainerService(Worker, protos.TrainerServicer):
             task.add_done_callback(lambda done: self._outbox.put(protos.TrainReply(checkpoint=done.result())))
 
     async def _save(self) -> asyncio.Task[protos.CheckpointReport]:
-        """Copy the state now, write it on another thread; one write at a time."""
+        """Copy the state now, write it on another thread: one write at a time, and one for a step."""
+        async with self._saving:
+            if self._save_task is not None:
+                report = await self._save_task
+                if report.path and report.step == self._computed_step:
+                    return self._save_task
+            taken = await self.compute(self._snapshot)
+            self._save_task = asyncio.create_task(self._write(taken), name=f"save-{taken.step}")
+            return self._save_task
+
+    def _snapshot(self) -> Snapshot:
         from trainer.checkpoint import snapshot
 
-        if self._save_task is not None:
-            await self._save_task
-        step = self.policy_version
-        taken = await self.compute(lambda: snapshot(self.learner, step=step, policy_version=step))
-        self._save_task = asyncio.create_task(self._write(taken), name=f"save-{step}")
-        return self._save_task
+        return snapshot(self.learner, step=self._computed_step, policy_version=self._computed_step)
 
     async def _write(self, taken: Snapshot) -> protos.CheckpointReport:
         from trainer.checkpoint import CheckpointFailed
@@ -224,14 +233,11 @@ class TrainerService(Worker, protos.TrainerServicer):
         except CheckpointFailed as error:
             report.problem = str(error)
             return report
-        self._saved_step = taken.step
         report.path = resolved(path)
         report.oldest_step = self.store.oldest()
         return report
 
     async def Save(self, request: protos.SaveRequest, context: Any) -> protos.SaveReply:
-        if self._saved_step == self.policy_version and self._save_task is not None:
-            return protos.SaveReply(checkpoint=await self._save_task)
         return protos.SaveReply(checkpoint=await (await self._save()))
 
     async def Export(self, request: protos.ExportRequest, context: Any) -> protos.ExportReply:
