@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 PACKAGE_VERSION = "0.1.0"
 LIVENESS = "liveness"
+UNWIND_SECONDS = 0.05
+"""gRPC's own tasks end in the turns after a server has stopped; a loop that closes before prints their tracebacks."""
 GRACE_SECONDS = 10.0
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -129,6 +131,7 @@ class Actor(protos.ControlServicer):
         if self._server is not None:
             await self._server.stop(grace=0.5)
             self._server = None
+            await asyncio.sleep(UNWIND_SECONDS)
         self._compute.shutdown(wait=False, cancel_futures=True)
 
     async def _live(self) -> None:

@@ -204,8 +204,11 @@ class TrainerService(Worker, protos.TrainerServicer):
     async def _save_if_due(self, step: int) -> None:
         every = self.config.trainer.checkpoint.every_steps
         if every and step % every == 0:
-            task = await self._save()
-            task.add_done_callback(lambda done: self._outbox.put(protos.TrainReply(checkpoint=done.result())))
+            (await self._save()).add_done_callback(self._saved)
+
+    def _saved(self, done: asyncio.Task[protos.CheckpointReport]) -> None:
+        if not done.cancelled():
+            self._outbox.put(protos.TrainReply(checkpoint=done.result()))
 
     async def _save(self) -> asyncio.Task[protos.CheckpointReport]:
         """Copy the state now, write it on another thread: one write at a time, and one for a step."""
