@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ Places = dict[tuple[str, ...], str]
 """Where each key was said: `file:line`, or the override."""
 ROOMS_WITH_MODEL = ("rollout", "trainer")
 EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
-KEY = re.compile(r"\b[a-z_]+(\.[a-z_]+)+\b")
+KEY = re.compile(r"\b[a-z_]+(\.[a-z0-9_]+)+\b")
 
 
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
@@ -42,6 +43,26 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
 def load_json(text: str) -> Config:
     """The config as a conductor hands it on."""
     return Config.model_validate(json.loads(text))
+
+
+def override_section(config: Config, section: str, overrides: Sequence[str]) -> Config:
+    """A service's own settings on top of the run's: its section alone, for the run fits together as it is."""
+    values = config.model_dump(mode="json")
+    places: Places = {(): "overrides"}
+    problems = [problem for override in overrides if (problem := apply_override(values, override, places))]
+    problems += [
+        f"{place}: a {section} service takes settings of {section} only; the others are the run's"
+        for path, place in places.items()
+        if path and path[0] != section
+    ]
+    try:
+        changed = type(getattr(config, section)).model_validate(values[section])
+    except ValidationError as error:
+        for detail in error.errors():
+            problems.extend(mistakes(dict(detail) | {"loc": (section, *detail["loc"])}, places))
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return config.model_copy(update={section: changed})
 
 
 def find_recipe(name: str) -> Path:
@@ -139,7 +160,7 @@ def explain(error: ValidationError, places: Places) -> list[str]:
 
 
 def mistakes(detail: dict[str, Any], places: Places) -> list[str]:
-    path = tuple(str(part) for part in detail["loc"])
+    path = tuple(str(part) for part in detail["loc"] if part != "[key]")
     message = str(detail["msg"]).removeprefix("Value error, ")
     if not path:  # rooms that do not fit together: each text names the keys that it is about
         return [f"{place_of(key_in(text), places)}: {text}" for text in message.split("; ")]
@@ -193,12 +214,29 @@ def missing_files(config: Config, places: Places) -> list[str]:
     if config.tiny is None:
         for room, model in (("rollout", config.rollout.model), ("trainer", config.trainer.model)):
             if looks_like_path(model) and not (Path(model).expanduser() / "config.json").is_file():
-                key = ("model",) if config.model == model else (room, "model")
+                key: tuple[str, ...] = ("model",) if config.model == model else (room, "model")
                 problems.append(f"{place_of(key, places)}: {'.'.join(key)}: no model folder at {model}")
     for path in config.data.paths:
         if not Path(path).expanduser().exists():
             problems.append(f"{place_of(('data', 'path'), places)}: data.path: no such file: {path}")
+    for key, python in pythons(config):
+        if not is_executable(python):
+            problems.append(f"{place_of(key, places)}: {'.'.join(key)}: no such Python: {python}")
     return sorted(set(problems))
+
+
+def pythons(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every Python that the config names, with its key."""
+    for role, python in config.launch.python.items():
+        yield ("launch", "python", role), python
+    for index, member in enumerate(config.launch.fleet):
+        if member.python is not None:
+            yield ("launch", "fleet", str(index), "python"), member.python
+
+
+def is_executable(path: str | Path) -> bool:
+    found = Path(path).expanduser()
+    return found.is_file() and os.access(found, os.X_OK)
 
 
 def looks_like_path(model: str) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from reward.config import RewardConfig
 from rollout.config import RolloutConfig
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 GROUP_ESTIMATORS = ("grpo", "rloo")
+Role = Literal["conductor", "rollout", "reward", "reference", "trainer"]
 
 
 class Section(BaseModel):
@@ -90,15 +92,39 @@ class TinyConfig(Section):
     warm_start_steps: int = Field(default=0, ge=0, description="supervised steps on the run's own data; 0: none")
 
 
+class FleetMember(Section):
+    """Further rollout servers of one kind, beside those of launch.rollout_servers."""
+
+    count: int = Field(default=1, ge=1, description="processes")
+    engine: str | None = Field(default=None, description="what generates; null: rollout.engine")
+    rollout: dict[str, Any] = Field(
+        default_factory=dict, description="settings of the section rollout that these servers have otherwise"
+    )
+    python: str | None = Field(
+        default=None, description="Python that runs them; null: launch.python.rollout, if that is for the same engine"
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """What differs from the section rollout."""
+        return self.rollout | ({} if self.engine is None else {"engine": self.engine})
+
+
 class LaunchConfig(Section):
     """What `offbeat train` starts on this box."""
 
-    rollout_servers: int = Field(default=1, ge=1, description="rollout processes")
+    rollout_servers: int = Field(default=1, ge=0, description="rollout processes as the section rollout says")
+    fleet: tuple[FleetMember, ...] = Field(default=(), description="further rollout processes of other kinds")
     reward_servers: int = Field(default=1, ge=1, description="reward processes")
     reference_servers: int = Field(default=1, ge=1, description="reference processes, where a reference is used")
     host: str = Field(default="127.0.0.1", description="address that the services listen on")
     conductor_port: int = Field(default=0, ge=0, le=65535, description="0 takes a free port")
     max_restarts: int = Field(default=20, ge=0, description="restarts of dead processes before the run is given up")
+    python: dict[Role, str] = Field(
+        default_factory=dict,
+        description="Python that runs a role, e.g. rollout: .venv-vllm/bin/python; offbeat is installed there too."
+        " A role that is not named runs in the Python of this command; a rollout server whose engine is not installed"
+        " here runs in .venv-ENGINE, where that exists",
+    )
 
 
 class Config(Section):
@@ -125,17 +151,42 @@ class Config(Section):
     def run_folder(self) -> Path:
         return Path(self.run.folder).expanduser() / self.run.name
 
+    @property
+    def fleet(self) -> list[FleetMember]:
+        """Every kind of rollout server, the plain kind first."""
+        plain = self.launch.rollout_servers
+        return ([FleetMember(count=plain)] if plain else []) + list(self.launch.fleet)
+
+    def rollout_of(self, member: FleetMember) -> RolloutConfig:
+        """The section rollout as these servers have it."""
+        return RolloutConfig.model_validate(merged(self.rollout.model_dump(), member.settings()))
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        problems = [text for text in self._problems() if text]
+        problems = self._fleet_problems() or [text for text in self._problems() if text]
         if problems:
             raise ValueError("; ".join(problems))
         return self
 
+    def _fleet_problems(self) -> list[str]:
+        """Kinds of rollout servers that cannot be."""
+        problems = [] if self.fleet else ["launch.rollout_servers=0 and no launch.fleet: nobody would generate"]
+        for index, member in enumerate(self.launch.fleet):
+            place = f"launch.fleet.{index}.rollout"
+            if "sampling" in member.rollout:
+                problems.append(f"{place}.sampling: how samples are drawn is the run's: set rollout.sampling")
+            try:
+                self.rollout_of(member)
+            except ValidationError as error:
+                problems += [f"{place}.{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        return problems
+
     def _problems(self) -> list[str]:
         run, algorithm = self.run, self.trainer.algorithm
         batch = run.prompts_per_step * run.group_size
-        credit = self.launch.rollout_servers * 2 * self.rollout.max_num_seqs
+        sizes = [(member.count, self.rollout_of(member).max_num_seqs) for member in self.fleet]
+        credit = sum(2 * count * max_num_seqs for count, max_num_seqs in sizes)
+        smallest = min(max_num_seqs for _, max_num_seqs in sizes)
         sampling = self.rollout.sampling
         return [
             f"run.group_size=1 leaves nothing to compare with: {algorithm.adv_estimator} needs at least 2"
@@ -145,9 +196,9 @@ class Config(Section):
             f" cut into trainer.algorithm.minibatches={algorithm.minibatches}"
             if batch % algorithm.minibatches
             else "",
-            f"run.group_size={run.group_size} is larger than twice rollout.max_num_seqs={self.rollout.max_num_seqs}:"
+            f"run.group_size={run.group_size} is larger than twice rollout.max_num_seqs={smallest}:"
             " a group would never be leased"
-            if run.group_size > 2 * self.rollout.max_num_seqs
+            if run.group_size > 2 * smallest
             else "",
             f"run.max_staleness=0 needs the {batch} samples of a step at once, and the rollout servers take {credit}"
             if run.max_staleness == 0 and batch > credit
@@ -207,6 +258,17 @@ class BatchRules(Section):
     max_staleness: int
     staleness_policy: str
     min_group_samples: int
+
+
+def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with `changes` on top, section by section."""
+    both = {
+        key: merged(values[key], change)
+        if isinstance(change, Mapping) and isinstance(values.get(key), Mapping)
+        else change
+        for key, change in changes.items()
+    }
+    return {**values, **both}
 
 
 def prompt_at(stream: PromptStream, position: int) -> protos.Prompt:

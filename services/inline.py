@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 
 from services.actor import Actor, Bind, cancel, run_process
 from services.conductor import Conductor
 from services.config import Config
-from services.launch import services_of
+from services.errors import ConfigError
+from services.lineup import lineup
 from services.serve import ADDRESS_FILE, service_class
 from services.telemetry import set_up_logging
 
 
 def run_inline(config: Config, folder: Path) -> None:
-    """Run to the end in this process; the first actor that fails ends all."""
+    """Run to the end in this process; the first actor that fails ends all. ConfigError where it would take several."""
+    foreign = sorted({post.python for post in lineup(config)} - {sys.executable})
+    if foreign:
+        raise ConfigError([f"--inline runs all services in this Python; {foreign[0]} would have to run some of them"])
     set_up_logging("inline", folder=folder)
     run_process(run_all(config, folder))
 
@@ -27,9 +32,11 @@ async def run_all(config: Config, folder: Path) -> None:
         await asyncio.sleep(0.01)
     (folder / ADDRESS_FILE).write_text(conductor.address + "\n")
     actors: list[Actor] = [
-        service_class(role)(Bind(name=name), conductor=conductor.address, config=config, folder=folder)
-        for role, name in services_of(config)
-        if role != "conductor"
+        service_class(post.role)(
+            Bind(name=post.name), conductor=conductor.address, config=config, folder=folder, overrides=post.overrides
+        )
+        for post in lineup(config)
+        if post.role != "conductor"
     ]
     others = [asyncio.create_task(actor.run(), name=actor.name) for actor in actors]
     try:

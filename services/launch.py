@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from services.config import Config
 from services.errors import ConfigError, OffbeatError
+from services.lineup import Post, check_interpreters, lineup
 from services.serve import ADDRESS_FILE, BROKEN, REPLACED, save_config
 from services.telemetry import set_up_logging
 
@@ -41,6 +42,7 @@ class Child:
     name: str
     role: str
     command: list[str]
+    threads: int
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
     started_at: float = 0.0
@@ -57,16 +59,16 @@ class Launcher:
         self.port = config.launch.conductor_port or free_port(config.launch.host)
         self.address = f"{config.launch.host}:{self.port}"
         self.restarts = 0
-        self.children = [self._child(role, name) for role, name in services_of(config)]
+        self.children = [self._child(post) for post in lineup(config)]
 
-    def _child(self, role: str, name: str) -> Child:
-        command = [sys.executable, "-P", "-m", "services.cli", "serve", role, "--name", name]
+    def _child(self, post: Post) -> Child:
+        command = [post.python, "-P", "-m", "services.cli", "serve", post.role, "--name", post.name]
         command += ["--folder", str(self.folder), "--host", self.config.launch.host]
-        if role == "conductor":
+        if post.role == "conductor":
             command += ["--config", str(self.folder / "config.yaml"), "--port", str(self.port)]
         else:
-            command += ["--join", self.address]
-        return Child(name, role, command, log=self.folder / "logs" / f"{name}.out")
+            command += ["--join", self.address, *post.overrides]
+        return Child(post.name, post.role, command, post.threads, log=self.folder / "logs" / f"{post.name}.out")
 
     def start(self) -> None:
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -77,21 +79,10 @@ class Launcher:
     def _spawn(self, child: Child) -> None:
         with child.log.open("ab") as output:
             child.process = subprocess.Popen(
-                child.command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=self._environment(child.role)
+                child.command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment(child.threads)
             )
         child.starts += 1
         child.started_at = time.monotonic()
-
-    def _environment(self, role: str) -> dict[str, str]:
-        threads = {
-            "trainer": self.config.trainer.threads,
-            "rollout": self.config.rollout.threads or 0,
-            "reference": self.config.reference.threads,
-        }.get(role, 1)
-        environment = {**os.environ, "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
-        if threads:
-            environment["OMP_NUM_THREADS"] = str(threads)
-        return environment
 
     def watch(self) -> bool:
         """One look at the children; True when the conductor has ended well. OffbeatError when a restart cannot help."""
@@ -138,26 +129,16 @@ class Launcher:
                 process.wait()
 
 
-def services_of(config: Config) -> list[tuple[str, str]]:
-    """(role, name) of every service of a run, the conductor first."""
-    launch = config.launch
-    counts = {
-        "conductor": 1,
-        "trainer": 1,
-        "rollout": launch.rollout_servers,
-        "reward": launch.reward_servers,
-        "reference": launch.reference_servers if config.use_reference else 0,
-    }
-    return [
-        (role, role if role in ("conductor", "trainer") else f"{role}-{index}")
-        for role, count in counts.items()
-        for index in range(count)
-    ]
+def environment(threads: int) -> dict[str, str]:
+    """Of a service that may use so many CPU threads; 0 leaves that to its libraries."""
+    variables = {**os.environ, "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return variables | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
 
 
 def prepare_folder(config: Config, *, fresh: bool) -> Path:
     """Make or find the run folder, save the config in it, make the start model; OffbeatError for a finished run."""
-    config.prompts()  # data that cannot be used is told before anything starts
+    config.prompts()  # data that cannot be used is told before anything starts, and an engine that is nowhere
+    check_interpreters(lineup(config))
     folder = config.run_folder
     if fresh and folder.exists():
         shutil.rmtree(folder)

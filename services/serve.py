@@ -46,7 +46,8 @@ def serve_role(
         config = load_config(recipe, overrides) if recipe is not None else None
         folder = place.folder or (config.run_folder if config is not None else None)
         set_up_logging(place.name, folder=folder, level=log_level)
-        run_process(live(role, place, config=config, folder=folder, join=join or ""))
+        own = overrides if config is None else []
+        run_process(live(role, place, config=config, folder=folder, join=join or "", overrides=own))
     except ConfigError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
@@ -80,10 +81,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-async def live(role: str, place: Place, *, config: Config | None, folder: Path | None, join: str) -> None:
+async def live(
+    role: str, place: Place, *, config: Config | None, folder: Path | None, join: str, overrides: list[str]
+) -> None:
     """Make the actor inside its loop, which its channels are bound to, and run it."""
     if role != "conductor":
-        actor: Actor = service_class(role)(place.bind(), conductor=join, config=config, folder=folder)
+        actor: Actor = service_class(role)(
+            place.bind(), conductor=join, config=config, folder=folder, overrides=overrides
+        )
     else:
         from services.conductor import Conductor
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import protos
 from services.actor import Actor, Bind, Result, cancel
-from services.compose import load_json
+from services.compose import load_json, override_section
 from services.config import Config
 from services.errors import Broken, Replaced
 from services.membership import Membership
@@ -23,10 +23,19 @@ LOADING = threading.Lock()
 class Worker(Actor):
     """An actor that belongs to a run. Subclasses load in `prepare`, and do their work in `serve`."""
 
-    def __init__(self, bind: Bind, *, conductor: str, config: Config | None = None, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        bind: Bind,
+        *,
+        conductor: str,
+        config: Config | None = None,
+        folder: Path | None = None,
+        overrides: Sequence[str] = (),
+    ) -> None:
         super().__init__(bind)
         self.membership = Membership(self, conductor, state=self.state)
         self._given = config
+        self._overrides = overrides
         self._folder = folder
 
     @property
@@ -65,6 +74,8 @@ class Worker(Actor):
             reply = await self.membership.run_config()
             self._given = self._given or load_json(reply.config_json)
             self._folder = self._folder or Path(reply.run_folder)
+        if self._overrides:
+            self._given = override_section(self._given, self.role, self._overrides)
         await self.prepare()
         await self.membership.join()
         await self.serving(True)

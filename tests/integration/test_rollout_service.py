@@ -1,6 +1,6 @@
 """The rollout service over its stream: leases, credit, refusals, cancels, a new stream, a drain."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,13 @@ MakeConfig = Callable[..., Config]
 
 
 @asynccontextmanager
-async def rollout_talk(config: Config, folder: Path) -> AsyncIterator[tuple[RolloutService, Talk, Any]]:
+async def rollout_talk(
+    config: Config, folder: Path, overrides: Sequence[str] = ()
+) -> AsyncIterator[tuple[RolloutService, Talk, Any]]:
     async with attendance() as (conductor, _):
-        service = RolloutService(bind("rollout-0"), conductor=conductor, config=config, folder=folder)
+        service = RolloutService(
+            bind("rollout-0"), conductor=conductor, config=config, folder=folder, overrides=overrides
+        )
         async with running(service), channel_to(service.address) as channel:
             stub = protos.RolloutStub(channel)
             async with talking(stub.Generate) as talk:
@@ -54,6 +58,13 @@ async def test_the_same_seed_draws_the_same_tokens_whatever_runs_beside_it(
         again = [one for one in (await talk.hear("trajectories", 6))[2:] if one.lease_id == 2]
     tokens = [{t.key.index: from_array(t.response_ids).tolist() for t in part} for part in (first, again)]
     assert tokens[0] == tokens[1]
+
+
+async def test_a_server_may_have_settings_of_its_own(make_config: MakeConfig, tmp_path: Path) -> None:
+    async with rollout_talk(make_config(), tmp_path, ["rollout.max_num_seqs=3"]) as (_, talk, _):
+        await talk.say(protos.GenerateRequest(leases=[lease(0)]))
+        await talk.hear("trajectories", 2)
+        assert talk.replies[0].credit.samples == 2 * 3
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.compose import RECIPES, load_config, load_json
+from services.compose import RECIPES, load_config, load_json, override_section
 from services.config import Config
 from services.errors import ConfigError
 
@@ -146,6 +146,51 @@ BY_OVERRIDE = [
         "data.path=/nowhere/a.jsonl: data.path: no such file",
     ),
     ("a source without path", ["data.type=gsm8k"], "r.yaml:8: data: type gsm8k needs one path"),
+    (
+        "no server",
+        ["launch.rollout_servers=0"],
+        "launch.rollout_servers=0: launch.rollout_servers=0 and no launch.fleet",
+    ),
+    (
+        "a wrong setting of a fleet member",
+        ["launch.fleet=[{rollout: {max_num_seqs: 0}}]"],
+        "launch.fleet.0.rollout.max_num_seqs: Input should be greater than or equal to 1",
+    ),
+    (
+        "an unknown setting of a fleet member",
+        ["launch.fleet=[{rollout: {max_num_seq: 4}}]"],
+        "launch.fleet.0.rollout.max_num_seq: Extra inputs are not permitted",
+    ),
+    (
+        "an unknown engine of a fleet member",
+        ["launch.fleet=[{engine: hg}]"],
+        "launch.fleet.0.rollout.engine: Input should be 'hf'",
+    ),
+    (
+        "sampling of a fleet member",
+        ["launch.fleet=[{rollout: {sampling: {top_p: 0.5}}}]"],
+        "launch.fleet.0.rollout.sampling: how samples are drawn is the run's: set rollout.sampling",
+    ),
+    (
+        "a group larger than one of the servers",
+        ["launch.fleet=[{rollout: {max_num_seqs: 1}}]"],
+        "run.group_size=4 is larger than twice rollout.max_num_seqs=1: a group would never be leased",
+    ),
+    (
+        "no such Python",
+        ["launch.python.rollout=/nowhere/python"],
+        "launch.python.rollout=/nowhere/python: launch.python.rollout: no such Python: /nowhere/python",
+    ),
+    (
+        "no such Python of a fleet member",
+        ["launch.fleet=[{python: /nowhere/python}]"],
+        "launch.fleet.0.python: no such Python: /nowhere/python",
+    ),
+    (
+        "a Python of a role that there is not",
+        ["launch.python.rolout=/bin/sh"],
+        "launch.python.rolout: Input should be 'conductor', 'rollout'",
+    ),
     ("no model folder", ["tiny=null", "model=/nowhere/m"], "model=/nowhere/m: model: no model folder at /nowhere/m"),
     (
         "no model folder of one room",
@@ -259,6 +304,28 @@ def test_a_config_survives_the_wire_and_the_run_folder(tmp_path: Path) -> None:
     config = load_config(recipe_file(tmp_path), ["rollout.sampling.stop=[a]"])
     assert load_json(config.model_dump_json()) == config
     assert Config.model_validate(yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json")))) == config
+
+
+def test_the_servers_of_a_fleet_count_for_a_synchronous_step(tmp_path: Path) -> None:
+    whole_step = ["run.max_staleness=0", "run.prompts_per_step=17", "launch.rollout_servers=1"]
+    config = load_config(recipe_file(tmp_path), [*whole_step, "launch.fleet=[{rollout: {max_num_seqs: 2}}]"])
+    assert [config.rollout_of(member).max_num_seqs for member in config.fleet] == [32, 2]
+
+
+def test_a_service_changes_its_own_section_and_no_other(tmp_path: Path) -> None:
+    config = load_config(recipe_file(tmp_path))
+    changed = override_section(config, "rollout", ["rollout.max_num_seqs=1", "rollout.sampling.top_k=3"])
+    assert (changed.rollout.max_num_seqs, changed.rollout.sampling.top_k) == (1, 3)
+    assert changed.model_copy(update={"rollout": config.rollout}) == config
+    for overrides, problem in [
+        (["run.num_steps=3"], "run.num_steps=3: a rollout service takes settings of rollout only; the others are"),
+        (["rollout.max_num_seqs=0"], "rollout.max_num_seqs=0: rollout.max_num_seqs: Input should be greater than or"),
+        (["rollout.max_num_seq=4"], "unknown key; did you mean rollout.max_num_seqs?"),
+        (["rollout"], "rollout: an override is written key.path=value"),
+    ]:
+        with pytest.raises(ConfigError) as told:
+            override_section(config, "rollout", overrides)
+        assert len(told.value.problems) == 1 and problem in told.value.problems[0], told.value.problems
 
 
 def test_a_hub_id_needs_no_folder(tmp_path: Path) -> None:
