@@ -14,7 +14,7 @@ from protos.arrays import NUMPY_DTYPES
 from protos.generated.weights_pb2 import Manifest, TensorSpec
 
 ALIGNMENT_BYTES = 16
-_ODD = np.uint64(0x9E3779B97F4A7C15)
+ODD = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +72,7 @@ def checksum(data: npt.NDArray[np.uint8]) -> int:
     words = data.view(np.uint64)
     position = np.arange(1, words.size + 1, dtype=np.uint64)
     with np.errstate(over="ignore"):
-        return int((words * (position * _ODD | np.uint64(1))).sum(dtype=np.uint64))
-
-
-def checksums(buckets: Sequence[npt.NDArray[np.uint8]]) -> list[int]:
-    return [checksum(bucket) for bucket in buckets]
+        return int((words * (position * np.uint64(ODD) | np.uint64(1))).sum(dtype=np.uint64))
 
 
 def weights_hash(manifest_hash: str, sums: Sequence[int]) -> str:

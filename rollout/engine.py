@@ -14,9 +14,20 @@ import numpy.typing as npt
 from rollout.sampling import SamplingParams, StopReason, VersionSpan
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from protos import BeginPushRequest
 
 UpdateMode = Literal["keep", "recompute", "restart"]
+
+
+class TransferFailed(RuntimeError):
+    """A push did not arrive whole; the weights in use were not touched.
+
+    corrupt: it arrived, and was not what was sent.
+    """
+
+    def __init__(self, message: str, *, corrupt: bool = False) -> None:
+        super().__init__(message)
+        self.corrupt = corrupt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,12 +100,37 @@ class Engine(Protocol):
     async def resume(self) -> None:
         """Go on after `pause`."""
 
-    async def load_weights(self, version: int, tensors: "Iterable[tuple[str, Tensor]]", mode: UpdateMode) -> None:
-        """Swap weights between two tokens; later tokens carry `version`.
+    @property
+    def receivers(self) -> int:
+        """Processes that receive weights: the ranks that the engine takes in a broadcast."""
 
-        ValueError, and nothing touched, if a name, shape or dtype does not fit. Parameters that are not named stay.
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Of nccl, ipc, gloo and disk: how weights can reach it."""
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """UUIDs of the GPUs whose memory holds the weights; empty on a CPU."""
+
+    async def open_push(self, request: "BeginPushRequest") -> None:
+        """Begin to receive into staging memory while generation goes on; returns when every receiver has begun.
+
+        The manifest is whole; receiver i has rank `request.rendezvous.rank + i`.
+        """
+
+    async def await_push(self, checksums: Sequence[int]) -> None:
+        """Wait until the open push has arrived and is what was sent; TransferFailed, at the latest by its deadline."""
+
+    async def swap(self, version: int, mode: UpdateMode) -> float:
+        """Take what has arrived as the weights, between two tokens; later tokens carry `version`.
+
+        Returns the seconds that decoding stood still. ValueError, and nothing touched, if a name, shape or dtype does
+        not fit. Parameters that were not sent stay.
         mode: keep the KV cache of unfinished samples, recompute it under the new weights, or restart the samples.
         """
+
+    async def drop_push(self) -> None:
+        """Forget an open push and its group; the weights in use stay."""
 
     def parameters(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """(name, dtype such as float32, shape) of each parameter; tied ones once."""

@@ -1,129 +1,195 @@
-"""Receive a new version while generation goes on: into staging buffers, verified, handed to the engine at the swap."""
+"""Receive a new version while generation goes on: into staging memory, verified, for the engine to take at the swap.
+
+A `Receiver` runs in whatever process holds the model: the server's own, or an engine's workers.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo
 
-from protos import Manifest, Rendezvous
-from protos.buckets import Bucket, Slot, checksum, plan_buckets
-from protos.generated.trajectory_pb2 import DType
-from protos.gloo import address_towards, broadcast, join_store, open_group
+from protos import BeginPushRequest, Manifest, Rendezvous
+from protos.buckets import Bucket, plan_buckets
+from protos.generated.weights_pb2 import Transport
+from protos.groups import Group, open_group
+from protos.ipc import open_shared
+from protos.meeting import address_towards, join_store
+from protos.tensors import checksums, make_buffers, named_views, view
+from rollout.engine import TransferFailed
 
-TORCH_DTYPES: dict[int, torch.dtype] = {
-    DType.DTYPE_FLOAT32: torch.float32,
-    DType.DTYPE_FLOAT16: torch.float16,
-    DType.DTYPE_BFLOAT16: torch.bfloat16,
-    DType.DTYPE_FLOAT64: torch.float64,
-    DType.DTYPE_INT32: torch.int32,
-    DType.DTYPE_INT64: torch.int64,
-    DType.DTYPE_UINT8: torch.uint8,
-}
+logger = logging.getLogger(__name__)
+JOIN_SECONDS = 2.0
+CPU = torch.device("cpu")
 
 
 class Incoming:
     """One version on its way in. The transfer runs on a daemon thread; the control calls stay free to abort it."""
 
-    def __init__(
-        self, version: int, manifest_hash: str, plan: Sequence[Bucket], fill: Callable[[list[Tensor]], None]
-    ) -> None:
+    def __init__(self, version: int, receive: Callable[[], list[int]], *, deadline: float) -> None:
         self.version = version
-        self.manifest_hash = manifest_hash
-        self.plan = plan
-        self.buffers = [torch.zeros(bucket.num_bytes, dtype=torch.uint8) for bucket in plan]
-        self.arrived: Future[None] = Future()
+        self.deadline = deadline
+        self.arrived: Future[list[int]] = Future()
         self.arrived.set_running_or_notify_cancel()  # who gives up waiting does not cancel it
-        threading.Thread(target=self._receive, args=(fill,), name=f"push-{version}", daemon=True).start()
+        self._ending = threading.Lock()
+        self.thread = threading.Thread(target=self._run, args=(receive,), name=f"push-{version}", daemon=True)
+        self.thread.start()
 
-    def _receive(self, fill: Callable[[list[Tensor]], None]) -> None:
+    def _run(self, receive: Callable[[], list[int]]) -> None:
         try:
-            fill(self.buffers)
-        except Exception as error:  # handed to whoever commits: the thread has nobody else to tell
-            self.arrived.set_exception(error)
+            sums = receive()
+        except Exception as error:  # handed to whoever waits: the thread has nobody else to tell
+            self._end(lambda: self.arrived.set_exception(error))
         else:
-            self.arrived.set_result(None)
+            self._end(lambda: self.arrived.set_result(sums))
 
-    def mismatches(self, expected: Sequence[int]) -> list[int]:
-        """Indices of the buckets whose checksum is not the sender's."""
-        found = [checksum(buffer.numpy()) for buffer in self.buffers]
-        if len(found) != len(expected):
-            return list(range(max(len(found), len(expected))))
-        return [index for index, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other]
+    def abandon(self) -> None:
+        """Whoever waits need not wait any more; a collective that cannot be interrupted ends later, unheard."""
+        self._end(lambda: self.arrived.set_exception(RuntimeError("the push was aborted")))
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Views into the buffers: (name, tensor) in the order of the manifest."""
-        for bucket, buffer in zip(self.plan, self.buffers, strict=True):
-            for slot in bucket.slots:
-                yield slot.name, view(buffer, slot)
+    def _end(self, say: Callable[[], None]) -> None:
+        with self._ending:
+            if not self.arrived.done():
+                say()
 
 
 class Receiver:
-    """The receiving end of a server: remembers plans by manifest hash and the group of the current membership."""
+    """Staging memory on `device`, the plan of the last manifest, and the group of the current membership."""
 
-    def __init__(self) -> None:
-        self._plans: dict[str, tuple[Bucket, ...]] = {}
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._manifest_hash = ""
+        self._plan: tuple[Bucket, ...] = ()
+        self._buffers: list[Tensor] = []
+        self._incoming: Incoming | None = None
         self._group_id = ""
-        self._group: ProcessGroupGloo | None = None
+        self._group: Group | None = None
 
-    def knows(self, manifest: Manifest) -> bool:
-        """Whether the plan is here; a manifest without tensors names one that was sent before."""
-        if manifest.hash not in self._plans and manifest.tensors:
-            self._plans[manifest.hash] = plan_buckets(manifest)
-        return manifest.hash in self._plans
+    def open(self, request: BeginPushRequest, *, rank_offset: int = 0) -> None:
+        """Begin to receive; the manifest comes whole. A push that is still open is dropped."""
+        if self._incoming is not None:
+            self.drop()
+        self._stage(request.manifest)
+        buffers, plan = self._buffers, self._plan
+        deadline = time.monotonic() + request.deadline_seconds
 
-    def from_broadcast(
-        self, version: int, manifest: Manifest, rendezvous: Rendezvous, *, deadline_seconds: float
-    ) -> Incoming:
-        """Begin to receive from rank 0 of a Gloo group; a known group is used again."""
+        def receive() -> list[int]:
+            self._fill(request, plan, buffers, rank_offset=rank_offset)
+            sums = checksums(buffers)
+            return sums
 
-        def fill(buffers: list[Tensor]) -> None:
-            group = self._join(rendezvous, deadline_seconds=deadline_seconds)
-            for buffer in buffers:
-                broadcast(group, buffer)
+        self._incoming = Incoming(request.policy_version, receive, deadline=deadline)
 
-        return Incoming(version, manifest.hash, self._plans[manifest.hash], fill)
+    def poll(self) -> list[int] | None:
+        """Checksums of what has arrived, None while it is still coming; TransferFailed if it broke."""
+        incoming = self._open_push()
+        return self._sums(incoming, seconds=0.0) if incoming.arrived.done() else None
 
-    def from_disk(self, version: int, manifest: Manifest, path: Path) -> Incoming:
-        """Begin to read a safetensors file into the same buckets."""
-        plan = self._plans[manifest.hash]
+    def wait(self, expected: Sequence[int]) -> None:
+        """Block until all has arrived and is what was sent; TransferFailed otherwise, at the latest by the deadline."""
+        incoming = self._open_push()
+        verify(self._sums(incoming, seconds=max(incoming.deadline - time.monotonic(), 0.0)), expected)
 
-        def fill(buffers: list[Tensor]) -> None:
-            from safetensors import safe_open
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Views into staging memory: (name, tensor) in the order of the manifest; the same memory push after push."""
+        return named_views(self._plan, self._buffers)
 
-            with safe_open(path, framework="pt") as file:
-                for bucket, buffer in zip(plan, buffers, strict=True):
-                    for slot in bucket.slots:
-                        view(buffer, slot).copy_(file.get_tensor(slot.name))
+    def taken(self) -> None:
+        """The engine has the version; staging memory is kept for the next one."""
+        self._incoming = None
 
-        return Incoming(version, manifest.hash, plan, fill)
+    def drop(self) -> None:
+        """Forget what was under way, and the group, which is in an unknown state. Unknown, too, is what writes later
+        into the staging memory: the next push gets new."""
+        if self._group is not None:
+            self._group.abort()
+        if self._incoming is not None:
+            self._incoming.abandon()
+            if self.device != CPU:  # its memory is wanted back
+                self._incoming.thread.join(JOIN_SECONDS)
+        self._group_id, self._group, self._incoming = "", None, None
+        self._manifest_hash, self._buffers = "", []
 
-    def forget_group(self) -> None:
-        """After an abort the group is in an unknown state: the next push comes with a new one."""
-        self._group_id, self._group = "", None
+    def _open_push(self) -> Incoming:
+        if self._incoming is None:
+            raise TransferFailed("no push is open")
+        return self._incoming
 
-    def _join(self, rendezvous: Rendezvous, *, deadline_seconds: float) -> ProcessGroupGloo:
-        if rendezvous.group_id == self._group_id and self._group is not None:
+    @staticmethod
+    def _sums(incoming: Incoming, *, seconds: float) -> list[int]:
+        try:
+            return incoming.arrived.result(seconds)
+        except Exception as error:
+            raise TransferFailed(f"{type(error).__name__}: {str(error)[:300]}") from error
+
+    def _stage(self, manifest: Manifest) -> None:
+        if manifest.hash != self._manifest_hash:
+            self._plan = plan_buckets(manifest)
+            self._buffers = make_buffers(self._plan, device=self.device)
+            self._manifest_hash = manifest.hash
+
+    # How the bytes come.
+
+    def _fill(
+        self, request: BeginPushRequest, plan: Sequence[Bucket], buffers: list[Tensor], *, rank_offset: int
+    ) -> None:
+        if request.transport == Transport.TRANSPORT_DISK:
+            read_file(Path(request.path), plan, buffers)
+        elif request.transport == Transport.TRANSPORT_IPC:
+            for buffer, shared in zip(buffers, open_shared(request.shared), strict=True):
+                buffer.copy_(shared)
+            torch.cuda.synchronize(self.device)
+        else:
+            self._receive(request, buffers, rank_offset=rank_offset)
+
+    def _receive(self, request: BeginPushRequest, buffers: list[Tensor], *, rank_offset: int) -> None:
+        kind = "nccl" if request.transport == Transport.TRANSPORT_NCCL else "gloo"
+        group = self._join(kind, request.rendezvous, rank_offset, deadline_seconds=request.deadline_seconds)
+        landing = buffers if kind == "nccl" or self.device == CPU else [buffer.to(CPU) for buffer in buffers]
+        group.broadcast(landing, deadline_seconds=request.deadline_seconds)
+        if landing is not buffers:
+            for buffer, landed in zip(buffers, landing, strict=True):
+                buffer.copy_(landed)
+
+    def _join(self, kind: str, place: Rendezvous, rank_offset: int, *, deadline_seconds: float) -> Group:
+        if place.group_id == self._group_id and self._group is not None:
             return self._group
-        store = join_store(rendezvous.host, rendezvous.port, deadline_seconds=deadline_seconds)
+        if self._group is not None:
+            self._group.abort()
+        store = join_store(place.host, place.port, deadline_seconds=deadline_seconds)
         group = open_group(
+            kind,
             store,
-            nonce=rendezvous.nonce,
-            rank=rendezvous.rank,
-            world_size=rendezvous.world_size,
-            host=address_towards(rendezvous.host, rendezvous.port),
+            nonce=place.nonce,
+            rank=place.rank + rank_offset,
+            world_size=place.world_size,
+            host=address_towards(place.host, place.port),
+            device=self.device,
             deadline_seconds=deadline_seconds,
         )
-        self._group_id, self._group = rendezvous.group_id, group
+        self._group_id, self._group = place.group_id, group
         return group
 
 
-def view(buffer: Tensor, slot: Slot) -> Tensor:
-    """The tensor that lies in `slot` of a bucket, without a copy."""
-    flat = buffer[slot.offset : slot.offset + slot.num_bytes]
-    return flat.view(TORCH_DTYPES[slot.dtype]).view(slot.shape)
+def verify(found: Sequence[int], expected: Sequence[int]) -> None:
+    """TransferFailed, naming the buckets, where checksums differ."""
+    longest = max(len(found), len(expected))
+    wrong = [at for at in range(longest) if at >= min(len(found), len(expected)) or found[at] != expected[at]]
+    if wrong:
+        raise TransferFailed(f"checksum mismatch in buckets {wrong[:10]}", corrupt=True)
+
+
+def read_file(path: Path, plan: Sequence[Bucket], buffers: Sequence[Tensor]) -> None:
+    """Read a safetensors file into the buckets."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        for bucket, buffer in zip(plan, buffers, strict=True):
+            for slot in bucket.slots:
+                view(buffer, slot).copy_(file.get_tensor(slot.name))

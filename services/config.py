@@ -65,8 +65,13 @@ class ConductorConfig(Section):
 class PushConfig(Section):
     """How weights travel."""
 
-    transport: Literal["gloo", "disk"] = Field(
-        default="gloo", description="gloo: broadcast; disk: safetensors on a shared path"
+    transport: Literal["auto", "nccl", "ipc", "gloo", "disk"] = Field(
+        default="auto",
+        description="tried first; auto: for each server the best that reaches it. nccl: broadcast between GPUs; ipc: on"
+        " one GPU; gloo: broadcast between hosts; disk: safetensors on a shared path",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="what weights are sent as: the dtype that the engines hold; auto: the trainer's own"
     )
     bucket_mib: float = Field(default=64.0, gt=0, description="upper bound of a bucket, in MiB")
     deadline_seconds: float = Field(default=30.0, gt=0, description="for one whole push")

@@ -1,44 +1,37 @@
-"""A push, seen from the trainer: begin, transfer, commit; what fails is aborted or evicted, and the rest go on."""
+"""A push, seen from the trainer: begin, transfer, commit; what fails is aborted or evicted, and the rest go on.
+
+Commits are asked for while the bytes still travel: each server answers when it has swapped, and one that dies is
+noticed by its broken call at once, not by a collective that waits for it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
-
-import grpc
+from typing import TYPE_CHECKING
 
 import protos
-from services.channel import call, connect
-from services.errors import PeerError, PushFailed
+from services.errors import PeerRefused
 from services.faults import fault
+from services.peers import Peer, each
+from services.transports import BROADCASTS, WIRE, Reach
 
 if TYPE_CHECKING:
-    from trainer.weights import Broadcaster, Outgoing
+    from trainer.weights import Broadcaster, Crew, Outgoing
 
 logger = logging.getLogger(__name__)
-Reply = TypeVar("Reply")
 ATTEMPTS = 3
-CONTROL_SECONDS = 5.0
+LATE_SECONDS = 1.0
+"""A server may say that what it got is wrong before we have noted that all is sent."""
+CPU_REACH = Reach(transports=frozenset({"gloo", "disk"}))
 UPDATE_MODES = {
     "keep": protos.UPDATE_MODE_KEEP,
     "recompute": protos.UPDATE_MODE_RECOMPUTE,
     "restart": protos.UPDATE_MODE_RESTART,
 }
-
-
-class Peer:
-    """One rollout server as a target of pushes."""
-
-    def __init__(self, name: str, address: str) -> None:
-        self.name = name
-        self.address = address
-        self.channel = connect(address)
-        self.stub = protos.RolloutStub(self.channel)
-        self.known_manifest = ""
 
 
 class Pusher:
@@ -53,6 +46,7 @@ class Pusher:
         deadline_seconds: float,
         update_mode: str,
         folder: Path,
+        reach: Reach = CPU_REACH,
     ) -> None:
         self.outgoing = outgoing
         self.broadcaster = broadcaster
@@ -61,97 +55,126 @@ class Pusher:
         self._deadline_seconds = deadline_seconds
         self._update_mode = UPDATE_MODES[update_mode]
         self._folder = folder
+        self._reach = reach
         self._peers: dict[str, Peer] = {}
+
+    # Membership.
 
     async def set_members(self, servers: Sequence[protos.RolloutAddress]) -> None:
         """The servers that later pushes go to."""
-        wanted = {server.name: server.address for server in servers}
-        for peer in [peer for peer in self._peers.values() if wanted.get(peer.name) != peer.address]:
-            del self._peers[peer.name]
-            await peer.channel.close()
-        for name, address in wanted.items():
+        wanted = {server.name: server for server in servers}
+        for peer in list(self._peers.values()):
+            if peer.name not in wanted or wanted[peer.name].address != peer.address:
+                await self._let_go(peer)
+        for name, server in wanted.items():
             if name not in self._peers:
-                self._peers[name] = Peer(name, address)
+                self._peers[name] = Peer(server)
+        self.broadcaster.keep_only(peer.key for peer in self._peers.values())
+
+    async def _let_go(self, peer: Peer) -> None:
+        self._peers.pop(peer.name, None)
+        await peer.channel.close()
 
     @property
     def members(self) -> list[str]:
         return sorted(self._peers)
 
-    async def push(self, version: int, *, transport: str, names: Sequence[str] | None = None) -> protos.PushReport:
-        """Bring the packed weights to `names` (default: every member); reports who has them and who was evicted."""
+    # One push.
+
+    async def push(
+        self, version: int, *, transport: str = "auto", names: Sequence[str] | None = None
+    ) -> protos.PushReport:
+        """Bring the packed weights to `names` (default: every member); reports who has them and who was evicted.
+
+        transport: auto takes the best for each server; another one is tried first.
+        """
         began = time.monotonic()
-        peers = [self._peers[name] for name in (self.members if names is None else sorted(names))]
         report = protos.PushReport(
-            policy_version=version, incarnation=self.incarnation, num_bytes=self.outgoing.num_bytes, transport=transport
+            policy_version=version, incarnation=self.incarnation, num_bytes=self.outgoing.num_bytes
         )
+        peers = [self._peers[name] for name in (self.members if names is None else sorted(names))]
+        used: set[str] = set()
         for attempt in range(ATTEMPTS):
             if not peers:
                 break
             last = attempt == ATTEMPTS - 1
-            # A broken broadcast does not say whose fault it was: in the end each server has a group of its own.
-            crews = [[peer] for peer in peers] if last and transport == "gloo" else [peers]
+            crews = self._crews(peers, wanted=transport, last=last)
+            used.update(kind for kind, _ in crews)
             problems: dict[str, str] = {}
-            for crew in crews:
-                problems |= await self._attempt(version, crew, transport=transport, report=report)
+            for found in await self._attempt_all(version, crews, report=report, together=not last):
+                problems |= found
             if not problems:
                 break
             peers = await self._survivors(version, peers, problems, report=report, last=last)
+        report.transport = "+".join(sorted(used))
         report.seconds = time.monotonic() - began
         return report
 
-    async def _attempt(
-        self, version: int, peers: list[Peer], *, transport: str, report: protos.PushReport
-    ) -> dict[str, str]:
-        """One try with these servers; returns what went wrong by server. A broken broadcast is everybody's problem."""
-        began = time.monotonic()
-        problems = await self._begin(version, peers, transport=transport)
-        begun = [peer for peer in peers if peer.name not in problems]
-        if problems and transport == "gloo":
-            return problems | {peer.name: "" for peer in begun}
-        if transport == "gloo":
-            try:
-                await self._broadcast()
-            except PushFailed as error:
-                return {peer.name: str(error) for peer in peers}
-        report.transfer_seconds = time.monotonic() - began
-        replies, refused = await self._each(begun, lambda peer: self._commit(version, peer))
-        report.stall_seconds = max((reply.swap_seconds for reply in replies), default=0.0)
-        report.committed.extend(peer.name for peer in begun if peer.name not in refused)
-        return problems | refused
+    def _crews(self, peers: Sequence[Peer], *, wanted: str, last: bool) -> list[tuple[str, list[Peer]]]:
+        """Servers by transport. At the last attempt each is alone, a step down where there is one: a broken broadcast
+        does not say whose fault it was."""
+        crews: dict[str, list[Peer]] = {}
+        alone = []
+        for peer in peers:
+            kinds, why = peer.transports(wanted, self._reach)
+            if why:
+                logger.warning("a transport is passed over", extra={"facts": {"server": peer.name, "why": why}})
+            if last and len(kinds) > 1:
+                peer.give_up(kinds[0])
+                facts = {"server": peer.name, "from": kinds[0], "to": kinds[1]}
+                logger.warning("a transport failed; another is taken from now on", extra={"facts": facts})
+                kinds = kinds[1:]
+            if last:
+                alone.append((kinds[0], [peer]))
+            else:
+                crews.setdefault(kinds[0], []).append(peer)
+        return alone or list(crews.items())
 
-    async def _begin(self, version: int, peers: list[Peer], *, transport: str) -> dict[str, str]:
+    async def _attempt_all(
+        self, version: int, crews: list[tuple[str, list[Peer]]], *, report: protos.PushReport, together: bool
+    ) -> list[dict[str, str]]:
+        """Problems by server, crew by crew."""
+        if together:
+            tries = (self._attempt(version, peers, kind, report=report) for kind, peers in crews)
+            return list(await asyncio.gather(*tries))
+        return [await self._attempt(version, peers, kind, report=report) for kind, peers in crews]
+
+    async def _attempt(
+        self, version: int, peers: list[Peer], kind: str, *, report: protos.PushReport
+    ) -> dict[str, str]:
+        """One try with these servers; returns what went wrong by server."""
+        began = time.monotonic()
         request = protos.BeginPushRequest(
             policy_version=version,
             incarnation=self.incarnation,
             deadline_seconds=self._deadline_seconds,
-            transport=protos.TRANSPORT_DISK if transport == "disk" else protos.TRANSPORT_GLOO,
+            transport=WIRE[kind],
         )
-        places: dict[str, protos.Rendezvous] = {}
-        if transport == "disk":
-            request.path = str(await asyncio.to_thread(self._write, version))
+        if kind in BROADCASTS:
+            replies, problems = await self._broadcast(request, peers, kind, report=report)
         else:
-            members = tuple(f"{peer.name}@{peer.address}" for peer in peers)
-            places = {peer.name: place for peer, place in zip(peers, self.broadcaster.rendezvous(members), strict=True)}
-        _, problems = await self._each(peers, lambda peer: self._begin_one(peer, request, places.get(peer.name)))
+            await self._put_up(request, kind, version)
+            replies, problems = await self._hand_over(request, peers)
+            report.transfer_seconds = time.monotonic() - began
+        report.stall_seconds = max([report.stall_seconds, *(reply.swap_seconds for reply in replies.values())])
+        report.committed.extend(replies)
         return problems
 
-    async def _begin_one(
-        self, peer: Peer, template: protos.BeginPushRequest, place: protos.Rendezvous | None
-    ) -> protos.BeginPushReply:
-        request = protos.BeginPushRequest()
-        request.CopyFrom(template)
-        if place is not None:
-            request.rendezvous.CopyFrom(place)
-        request.manifest.hash = self.outgoing.manifest.hash
-        if peer.known_manifest != request.manifest.hash:
-            request.manifest.CopyFrom(self.outgoing.manifest)
-        what = f"opening a push on {peer.name}"
-        reply = await call(peer.stub.BeginPush, request, deadline_seconds=CONTROL_SECONDS, what=what)
-        if reply.manifest_unknown:  # it was restarted since
-            request.manifest.CopyFrom(self.outgoing.manifest)
-            reply = await call(peer.stub.BeginPush, request, deadline_seconds=CONTROL_SECONDS, what=what)
-        peer.known_manifest = request.manifest.hash
-        return reply
+    # By a file, or by memory that both see.
+
+    async def _put_up(self, request: protos.BeginPushRequest, kind: str, version: int) -> None:
+        if kind == "disk":
+            request.path = str(await asyncio.to_thread(self._write, version))
+        else:
+            request.shared.extend(self.outgoing.shared())
+
+    async def _hand_over(
+        self, request: protos.BeginPushRequest, peers: list[Peer]
+    ) -> tuple[dict[str, protos.CommitPushReply], dict[str, str]]:
+        _, problems = await each(peers, lambda peer: peer.begin(copied(request), self.outgoing.manifest))
+        begun = [peer for peer in peers if peer.name not in problems]
+        replies, refused = await each(begun, lambda peer: self._commit(request.policy_version, peer))
+        return replies, problems | refused
 
     def _write(self, version: int) -> Path:
         path = self._folder / f"version_{version}.safetensors"
@@ -161,14 +184,51 @@ class Pusher:
                 old.unlink(missing_ok=True)
         return path.resolve()
 
-    async def _broadcast(self) -> None:
+    # By a broadcast.
+
+    async def _broadcast(
+        self, request: protos.BeginPushRequest, peers: list[Peer], kind: str, *, report: protos.PushReport
+    ) -> tuple[dict[str, protos.CommitPushReply], dict[str, str]]:
+        """A broken broadcast is everybody's problem who has not committed."""
+        from trainer.weights import Receiving
+
+        began = time.monotonic()
+        crew = self.broadcaster.crew(kind, [Receiving(peer.key, peer.reach.receivers) for peer in peers])
+        _, problems = await each(
+            peers, lambda peer: peer.begin(copied(request, crew.place(peer.key)), self.outgoing.manifest)
+        )
+        if problems:
+            self.broadcaster.forget(crew)
+            return {}, {peer.name: problems.get(peer.name, "") for peer in peers}
         fault(self._name, "push.transfer")
-        sending = self.broadcaster.send(self.outgoing.buffers, deadline_seconds=self._deadline_seconds)
-        try:
-            async with asyncio.timeout(self._deadline_seconds):
-                await asyncio.wrap_future(sending)
-        except (TimeoutError, RuntimeError) as error:
-            raise PushFailed(f"broadcast: {type(error).__name__}: {str(error)[:200]}") from error
+        commits = {
+            peer.name: asyncio.create_task(self._commit(request.policy_version, peer), name=f"commit-{peer.name}")
+            for peer in peers
+        }
+        broken = await self._sent(crew, list(commits.values()))
+        report.transfer_seconds = time.monotonic() - began
+        if broken:
+            self.broadcaster.forget(crew)
+            late = [peer for peer in peers if not commits[peer.name].done()]
+            await each(late, lambda peer: peer.abort(self._abortion(request.policy_version)))
+        replies, refused = await each(peers, lambda peer: commits[peer.name])
+        if refused and not broken:
+            self.broadcaster.forget(crew)
+        return replies, {name: f"{broken}; {why}" if broken else why for name, why in refused.items()}
+
+    async def _sent(self, crew: Crew, commits: list[asyncio.Task[protos.CommitPushReply]]) -> str:
+        """Broadcast; why it broke, or nothing. A commit that fails meanwhile breaks it: somebody is missing."""
+        buffers = self.outgoing.buffers if crew.kind == "nccl" else await asyncio.to_thread(self.outgoing.on_host)
+        sending = asyncio.wrap_future(self.broadcaster.send(crew, buffers, deadline_seconds=self._deadline_seconds))
+        sending.add_done_callback(lambda done: done.cancelled() or done.exception())  # somebody has looked at it
+        everything: set[asyncio.Future[object]] = {sending, *commits}  # type: ignore[arg-type]
+        await asyncio.wait(everything, timeout=self._deadline_seconds, return_when=asyncio.FIRST_EXCEPTION)
+        if not sending.done() and any(task.done() and isinstance(task.exception(), PeerRefused) for task in commits):
+            await asyncio.wait({sending}, timeout=LATE_SECONDS)
+        if not sending.done():
+            return "broadcast: a server is missing, or the deadline is over"
+        error = sending.exception()
+        return "" if error is None else f"broadcast: {type(error).__name__}: {str(error)[:200]}"
 
     async def _commit(self, version: int, peer: Peer) -> protos.CommitPushReply:
         request = protos.CommitPushRequest(
@@ -177,22 +237,16 @@ class Pusher:
             checksums=self.outgoing.checksums,
             update_mode=self._update_mode,
         )
-        what = f"committing version {version} on {peer.name}"
-        return await call(peer.stub.CommitPush, request, deadline_seconds=self._deadline_seconds, what=what)
+        return await peer.commit(request, deadline_seconds=self._deadline_seconds + LATE_SECONDS)
+
+    # Failures.
 
     async def _survivors(
         self, version: int, peers: list[Peer], problems: dict[str, str], *, report: protos.PushReport, last: bool
     ) -> list[Peer]:
         """Abort what failed. Who answers the abort may try again in a fresh group; who does not is evicted."""
-        self.broadcaster.forget()
         failed = [peer for peer in peers if peer.name in problems]
-        request = protos.AbortPushRequest(
-            policy_version=version, incarnation=self.incarnation, reason="transfer failed"
-        )
-        _, silent = await self._each(
-            failed,
-            lambda peer: call(peer.stub.AbortPush, request, deadline_seconds=2.0, what=f"aborting on {peer.name}"),
-        )
+        _, silent = await each(failed, lambda peer: peer.abort(self._abortion(version)))
         evicted = {
             peer.name: problems[peer.name] or silent.get(peer.name, "")
             for peer in failed
@@ -200,23 +254,19 @@ class Pusher:
         }
         report.failed.update(evicted)
         logger.warning("a push failed", extra={"facts": {"version": version, "evicted": evicted, "problems": problems}})
-        for name in evicted:
-            peer = self._peers.pop(name, None)
-            if peer is not None:
-                await peer.channel.close()
+        for peer in failed:
+            if peer.name in evicted:
+                await self._let_go(peer)
         return [peer for peer in failed if peer.name not in evicted]
 
-    async def _each(
-        self, peers: Sequence[Peer], action: Callable[[Peer], Awaitable[Reply]]
-    ) -> tuple[list[Reply], dict[str, str]]:
-        """Do something on all servers at once: (replies, problem by server)."""
-        outcomes = await asyncio.gather(*(action(peer) for peer in peers), return_exceptions=True)
-        replies, problems = [], {}
-        for peer, outcome in zip(peers, outcomes, strict=True):
-            if isinstance(outcome, (PeerError, grpc.aio.UsageError, asyncio.CancelledError)):
-                problems[peer.name] = str(outcome)
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            else:
-                replies.append(outcome)
-        return replies, problems
+    def _abortion(self, version: int) -> protos.AbortPushRequest:
+        return protos.AbortPushRequest(policy_version=version, incarnation=self.incarnation, reason="transfer failed")
+
+
+def copied(request: protos.BeginPushRequest, place: protos.Rendezvous | None = None) -> protos.BeginPushRequest:
+    """A server's own copy: its rank differs, and what it knows of the manifest."""
+    own = protos.BeginPushRequest()
+    own.CopyFrom(request)
+    if place is not None:
+        own.rendezvous.CopyFrom(place)
+    return own

@@ -16,6 +16,7 @@ import protos
 from protos.arrays import to_array
 from services.errors import OffbeatError
 from services.faults import fault
+from services.reach import reach_of_engine
 from services.receiving import Receiving
 from services.streams import Outbox
 from services.worker import Worker
@@ -56,8 +57,8 @@ class RolloutService(Worker, Receiving, protos.RolloutServicer):
     async def prepare(self) -> None:
         config = self.config.rollout
         self.engine: Engine = await self.load(self._load)
-        self.identity.capabilities.extend((f"engine:{config.engine}", "transport:gloo", "transport:disk"))
         await self.engine.start()
+        self.identity.capabilities.extend((f"engine:{config.engine}", *reach_of_engine(self.engine).capabilities()))
         self.start_receiving(config.update_mode)
         self._jobs: dict[int, Job] = {}
         self._ids = itertools.count(1)

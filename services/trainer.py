@@ -56,6 +56,9 @@ class TrainerService(Worker, protos.TrainerServicer):
         await self.load(self._load)
 
     def _load(self) -> None:
+        import torch
+
+        from services.reach import reach_of_device
         from trainer.checkpoint import CheckpointStore, restore
         from trainer.model import load_model, model_fingerprint, prepare_process
         from trainer.step import Learner
@@ -75,8 +78,14 @@ class TrainerService(Worker, protos.TrainerServicer):
         if found is not None:
             self.policy_version = self._computed_step = restore(found, self.learner).policy_version
             logger.info("resumed", extra={"facts": {"step": self.policy_version, "path": found}})
-        self.outgoing = Outgoing(model.named_parameters(), bucket_bytes=int(self.config.push.bucket_mib * 2**20))
+        push = self.config.push
+        self.outgoing = Outgoing(
+            model.named_parameters(),
+            bucket_bytes=int(push.bucket_mib * 2**20),
+            dtype=None if push.dtype == "auto" else getattr(torch, push.dtype),
+        )
         self.outgoing.pack()
+        self.reach = reach_of_device(self.outgoing.device)
 
     def state(self) -> protos.JoinRequest:
         return protos.JoinRequest(policy_version=self.policy_version)
@@ -165,21 +174,12 @@ class TrainerService(Worker, protos.TrainerServicer):
         self._outbox.put(protos.TrainReply(push=report))
 
     async def SyncRollouts(self, request: protos.SyncRolloutsRequest, context: Any) -> protos.SyncRolloutsReply:
-        """Servers that came in between get the current version from disk; where all need it, it is broadcast."""
+        """Servers that came in between get the current version in a group of their own."""
         async with self._pushing:
             pusher = self._the_pusher()
             await pusher.set_members(request.servers)
             needy = [server.name for server in request.servers if server.needs_version]
-            transport = "disk" if len(needy) < len(request.servers) else self.config.push.transport
-            report = await pusher.push(self.policy_version, transport=transport, names=needy)
-            if report.failed and transport == "disk" and self.config.push.transport != "disk":
-                logger.warning(
-                    "no shared path; broadcasting instead", extra={"facts": {"servers": list(report.failed)}}
-                )
-                await pusher.set_members([server for server in request.servers])
-                again = await pusher.push(self.policy_version, transport="gloo", names=list(report.failed))
-                again.committed.extend(report.committed)
-                report = again
+            report = await pusher.push(self.policy_version, transport=self.config.push.transport, names=needy)
         report.committed.extend(server.name for server in request.servers if not server.needs_version)
         return protos.SyncRolloutsReply(push=report)
 
@@ -191,11 +191,12 @@ class TrainerService(Worker, protos.TrainerServicer):
             push = self.config.push
             self._pusher = Pusher(
                 self.outgoing,
-                Broadcaster(host=push.host, incarnation=self.membership.incarnation),
+                Broadcaster(host=push.host, incarnation=self.membership.incarnation, device=self.outgoing.device),
                 name=self.name,
                 deadline_seconds=push.deadline_seconds,
                 update_mode=self.config.rollout.update_mode,
                 folder=self.folder / "weights",
+                reach=self.reach,
             )
         return self._pusher
 

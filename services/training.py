@@ -134,7 +134,12 @@ class Training:
 
     def _address(self, member: Member) -> protos.RolloutAddress:
         current = member.has_version and member.policy_version >= self.book.pushed_version
-        return protos.RolloutAddress(name=member.name, address=member.address, needs_version=not current)
+        return protos.RolloutAddress(
+            name=member.name,
+            address=member.address,
+            needs_version=not current,
+            capabilities=member.identity.capabilities,
+        )
 
     def _synchronized(self, push: protos.PushReport) -> None:
         self.ready = True

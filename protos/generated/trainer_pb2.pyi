@@ -237,7 +237,7 @@ class PushReport(google.protobuf.message.Message):
     num_bytes: builtins.int
     """of all buckets"""
     transport: builtins.str
-    """gloo or disk"""
+    """nccl, ipc, gloo or disk; several are joined by a plus"""
     @property
     def committed(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """names of the servers that have it"""
@@ -270,20 +270,26 @@ class RolloutAddress(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     NEEDS_VERSION_FIELD_NUMBER: builtins.int
+    CAPABILITIES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """as in Identity"""
     address: builtins.str
     """host:port"""
     needs_version: builtins.bool
     """it does not have the pushed version"""
+    @property
+    def capabilities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """as in Identity: which transports reach it, how many ranks it takes"""
+
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         address: builtins.str = ...,
         needs_version: builtins.bool = ...,
+        capabilities: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "name", b"name", "needs_version", b"needs_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "capabilities", b"capabilities", "name", b"name", "needs_version", b"needs_version"]) -> None: ...
 
 Global___RolloutAddress: typing_extensions.TypeAlias = RolloutAddress
 

@@ -172,6 +172,52 @@ class Rendezvous(google.protobuf.message.Message):
 Global___Rendezvous: typing_extensions.TypeAlias = Rendezvous
 
 @typing.final
+class SharedBuffer(google.protobuf.message.Message):
+    """A buffer in the memory of a GPU that the receiver maps: CUDA IPC, as torch shares it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GPU_FIELD_NUMBER: builtins.int
+    HANDLE_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    COUNTER_FIELD_NUMBER: builtins.int
+    COUNTER_OFFSET_FIELD_NUMBER: builtins.int
+    EVENT_FIELD_NUMBER: builtins.int
+    EVENT_SYNC_FIELD_NUMBER: builtins.int
+    gpu: builtins.str
+    """UUID of the card; the receiver's own index may differ"""
+    handle: builtins.bytes
+    """of the allocation"""
+    num_bytes: builtins.int
+    """of the buffer"""
+    offset: builtins.int
+    """bytes from the beginning of the allocation"""
+    counter: builtins.bytes
+    """shared memory with the number of users"""
+    counter_offset: builtins.int
+    """place in it"""
+    event: builtins.bytes
+    """CUDA event after which the buffer may be read"""
+    event_sync: builtins.bool
+    """the event must be waited for"""
+    def __init__(
+        self,
+        *,
+        gpu: builtins.str = ...,
+        handle: builtins.bytes = ...,
+        num_bytes: builtins.int = ...,
+        offset: builtins.int = ...,
+        counter: builtins.bytes = ...,
+        counter_offset: builtins.int = ...,
+        event: builtins.bytes = ...,
+        event_sync: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counter", b"counter", "counter_offset", b"counter_offset", "event", b"event", "event_sync", b"event_sync", "gpu", b"gpu", "handle", b"handle", "num_bytes", b"num_bytes", "offset", b"offset"]) -> None: ...
+
+Global___SharedBuffer: typing_extensions.TypeAlias = SharedBuffer
+
+@typing.final
 class BeginPushRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -182,6 +228,7 @@ class BeginPushRequest(google.protobuf.message.Message):
     RENDEZVOUS_FIELD_NUMBER: builtins.int
     PATH_FIELD_NUMBER: builtins.int
     DEADLINE_SECONDS_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     policy_version: builtins.int
     """that comes"""
     incarnation: builtins.int
@@ -200,6 +247,10 @@ class BeginPushRequest(google.protobuf.message.Message):
     def rendezvous(self) -> Global___Rendezvous:
         """broadcasts"""
 
+    @property
+    def shared(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SharedBuffer]:
+        """ipc: the trainer's own buckets"""
+
     def __init__(
         self,
         *,
@@ -210,9 +261,10 @@ class BeginPushRequest(google.protobuf.message.Message):
         rendezvous: Global___Rendezvous | None = ...,
         path: builtins.str = ...,
         deadline_seconds: builtins.float = ...,
+        shared: collections.abc.Iterable[Global___SharedBuffer] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest", "rendezvous", b"rendezvous"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["deadline_seconds", b"deadline_seconds", "incarnation", b"incarnation", "manifest", b"manifest", "path", b"path", "policy_version", b"policy_version", "rendezvous", b"rendezvous", "transport", b"transport"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deadline_seconds", b"deadline_seconds", "incarnation", b"incarnation", "manifest", b"manifest", "path", b"path", "policy_version", b"policy_version", "rendezvous", b"rendezvous", "shared", b"shared", "transport", b"transport"]) -> None: ...
 
 Global___BeginPushRequest: typing_extensions.TypeAlias = BeginPushRequest
 

@@ -18,12 +18,13 @@ from rollout.engine import Completion, Request, UpdateMode, check_request
 from rollout.engines.hf_core import HfCore
 from rollout.engines.hf_support import check_agreement, check_supported
 from rollout.engines.hf_thread import ComputeThread
+from rollout.engines.in_process import InProcessPush
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class HfEngine:
+class HfEngine(InProcessPush):
     """An `Engine`. It owns the model: its weights are overwritten by `load_weights`, its attention is set for decoding.
 
     Tokens depend on the seed of a sample, not on its neighbours. Logprobs may differ in the last bit with the number of
@@ -55,6 +56,7 @@ class HfEngine:
             fail=self._fail_from_thread,
             threads=config.threads,
         )
+        self.start_receiving(self._core.device)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._live: set[int] = set()
         self._done: list[Completion] = []
@@ -129,7 +131,7 @@ class HfEngine:
         await self._ask(self._thread.resume)
 
     async def load_weights(self, version: int, tensors: "Iterable[tuple[str, Tensor]]", mode: UpdateMode) -> None:
-        """Swap weights between two tokens; see `Engine.load_weights`. Works while paused."""
+        """Swap weights between two tokens; see `Engine.swap`. Works while paused."""
         given = list(tensors)
         await self._ask(lambda: self._core.load_weights(version, given, mode))
 

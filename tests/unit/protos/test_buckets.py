@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import protos
 from protos.arrays import NUMPY_DTYPES
-from protos.buckets import ALIGNMENT_BYTES, checksum, checksums, make_manifest, plan_buckets, weights_hash
+from protos.buckets import ALIGNMENT_BYTES, checksum, make_manifest, plan_buckets, weights_hash
 
 Words = npt.NDArray[np.uint8]
 
@@ -120,7 +120,7 @@ def test_a_torn_transfer_is_noticed() -> None:
 
 def test_weights_are_named_by_manifest_and_every_sum_in_order() -> None:
     buckets = [random_bytes(seed, 4) for seed in range(2)]
-    sums = checksums(buckets)
+    sums = [checksum(bucket) for bucket in buckets]
     names = {
         weights_hash("m", sums),
         weights_hash("m", sums[::-1]),
