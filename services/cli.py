@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from services.bench.commands import bench_app
+
 app = typer.Typer(
     name="offbeat",
     help="Asynchronous reinforcement learning of language models, as independent services that talk gRPC.",
@@ -17,7 +19,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 data_app = typer.Typer(help="Prepare and check data.", no_args_is_help=True)
-bench_app = typer.Typer(help="Measure, each figure beside its bare baseline.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 
@@ -35,8 +36,6 @@ wins."""
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="settings, e.g. run.num_steps=10 trainer.optimizer.lr=1e-5")
 ]
-Out = Annotated[Path | None, typer.Option(help="file for the JSON")]
-Rounds = Annotated[int, typer.Option(help="measured rounds, after a warm-up")]
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -155,38 +154,17 @@ def make_model(recipe: str, overrides: Overrides = None) -> None:
     leave(make_start_model(load(recipe, overrides)))
 
 
-@bench_app.command("demo", context_settings=OVERRIDES)
-def bench_demo(overrides: Overrides = None, out: Out = None) -> None:
-    """The demo beside a bare single-process loop."""
-    from services.bench.demo import bench_demo as bench
-
-    leave(bench(overrides or [], out=out))
-
-
-@bench_app.command("loop", context_settings=OVERRIDES)
-def bench_loop(
-    overrides: Overrides = None, recipe: str = "demo", steps: int = 110, rounds: Rounds = 3, out: Out = None
+@app.command("make-shape")
+def make_shape(
+    name: Annotated[str, typer.Argument(help="qwen3-0.6b, qwen3-1.7b, qwen3-4b or tiny")],
+    out: Annotated[Path, typer.Argument(help="folder to write; one that holds a model stays")],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "bfloat16",
+    seed: Annotated[int, typer.Option(help="of the random weights")] = 0,
 ) -> None:
-    """The whole loop, asynchronous against synchronous."""
-    from services.bench.loop import bench_loop as bench
+    """Make a model of a real size with random weights and a tokenizer of words, for benches."""
+    from services.tiny import make_bench_model
 
-    leave(bench(recipe, overrides or [], steps=steps, rounds=rounds, out=out))
-
-
-@bench_app.command("rollout")
-def bench_rollout(rounds: Rounds = 5, threads: int = 1, out: Out = None) -> None:
-    """The hf engine against transformers' own generate."""
-    from services.bench.rollout import bench_rollout as bench
-
-    leave(bench(rounds=rounds, threads=threads, out=out))
-
-
-@bench_app.command("stream")
-def bench_stream(rounds: Rounds = 3, out: Out = None) -> None:
-    """Trajectories a second over a gRPC stream."""
-    from services.bench.stream import bench_stream as bench
-
-    leave(bench(rounds=rounds, out=out))
+    leave(make_bench_model(name, out, dtype=dtype, seed=seed))
 
 
 @data_app.command()

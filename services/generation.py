@@ -33,6 +33,17 @@ def seed_of(run_seed: int, group: int, index: int) -> int:
     return (value ^ (value >> 31)) >> 1
 
 
+def within_budget(sampling: protos.SamplingParams, prompt: protos.Prompt) -> protos.SamplingParams:
+    """How samples of a prompt are drawn: one with a budget of its own, extra["max_tokens"], may lower max_tokens."""
+    budget = prompt.extra.get("max_tokens")
+    if budget is None or int(budget) >= sampling.max_tokens:
+        return sampling
+    own = protos.SamplingParams()
+    own.CopyFrom(sampling)
+    own.max_tokens = int(budget)
+    return own
+
+
 class Generation:
     """The rollout servers of a run, seen from the conductor."""
 
@@ -144,7 +155,7 @@ class Generation:
             indices=[sample.index for sample in samples],
             seeds=[seed_of(self._run_seed, group.position, sample.index) for sample in samples],
             attempts=[sample.attempts for sample in samples],
-            sampling=self._sampling,
+            sampling=within_budget(self._sampling, group.prompt),
             ttl_ms=int(self._lease_seconds * 1000),
         )
 

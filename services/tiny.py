@@ -1,7 +1,9 @@
-"""The small start model that a recipe asks for, made once in the run folder."""
+"""Models made on the spot: the small start model that a recipe asks for, and those of real sizes for benches."""
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 
 from services.config import Config
@@ -29,4 +31,19 @@ def make_start_model(config: Config) -> int:
         done = warm_start(scratch, pairs[0], held_out=pairs[1], steps=tiny.warm_start_steps, seed=tiny.seed)
         print(f"warm start: {done.steps} supervised steps, held-out accuracy {done.accuracy:.3f}")
     scratch.rename(folder)
+    return 0
+
+
+def make_bench_model(name: str, out: Path, *, dtype: str, seed: int) -> int:
+    """Write a model of a real size with random weights; the exit code."""
+    from trainer.shapes import make_shape
+
+    began = time.monotonic()
+    try:
+        make_shape(name, out, dtype=dtype, seed=seed)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    num_bytes = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    print(f"{out}: {name}, {num_bytes / 1e9:.2f} GB of weights, {time.monotonic() - began:.1f} s")
     return 0

@@ -6,6 +6,7 @@ from rollout.datasets.arithmetic import arithmetic_rows
 from rollout.datasets.config import DataConfig
 from rollout.datasets.files import check_share, file_rows
 from rollout.datasets.gsm8k import gsm8k_rows
+from rollout.datasets.random import random_rows
 from rollout.datasets.row import LoadReport, PromptRow, Reject
 
 __all__ = ["DataConfig", "LoadReport", "PromptRow", "Reject", "check_share", "load_rows"]
@@ -27,6 +28,19 @@ def _load(source: DataConfig) -> LoadReport:
             size=source.size, digits=source.digits, operators=source.operators, split=source.split, seed=source.seed
         )
         return LoadReport(rows=rows)
+    if source.type == "random":
+        return LoadReport(
+            rows=random_rows(
+                size=source.size,
+                prompt_tokens=source.prompt_tokens,
+                words=source.words,
+                response_mean=source.response_mean,
+                response_sigma=source.response_sigma,
+                response_min=source.response_min,
+                response_max=source.response_max,
+                seed=source.seed,
+            )
+        )
     allowed = source.allowed_control_characters
     if source.type == "gsm8k":
         return gsm8k_rows(source.paths[0], split=source.split, allowed_control_characters=allowed)

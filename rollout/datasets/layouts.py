@@ -4,6 +4,8 @@ verl         data_source, prompt (chat list or text), reward_model.ground_truth,
 simple       prompt, ground_truth or answer
 scored       prompt, response, reward (the response stands as ground truth)
 preference   prompt, chosen, rejected (the chosen one stands as ground truth)
+
+In any of them max_tokens (a field of the record or of extra_info) bounds the responses to this prompt.
 """
 
 import json
@@ -12,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.datasets.row import Message, PromptRow
+from rollout.datasets.row import Message, PromptRow, budget_problem
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 GROUND_TRUTH_KEYS = ("ground_truth", "answer", "response", "chosen")
@@ -107,7 +109,11 @@ def _extra(record: Mapping[str, Any]) -> dict[str, str]:
     info = record.get("extra_info")
     fields = {key: value for key, value in record.items() if key not in {"prompt", "data_source", "extra_info"}}
     fields |= info if isinstance(info, Mapping) else {}
-    return {str(key): _as_text(value) for key, value in fields.items() if value is not None}
+    extra = {str(key): _as_text(value) for key, value in fields.items() if value is not None}
+    problem = budget_problem(extra)
+    if problem:
+        raise RowError(problem)
+    return extra
 
 
 def _as_text(value: object) -> str:

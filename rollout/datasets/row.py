@@ -6,13 +6,16 @@ from types import MappingProxyType
 
 Message = tuple[str, str]
 NO_EXTRA: Mapping[str, str] = MappingProxyType({})
+BUDGET = "max_tokens"
+"""Key in `extra`: response tokens that samples of this prompt may have; the run's own limit holds beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRow:
     """One prompt of a data set: exactly one of `text` and `messages` ((role, content) pairs) is set.
 
-    `prompt_id` is stable and unique in its source, such as "gsm8k/train/17". Raises ValueError otherwise.
+    `prompt_id` is stable and unique in its source, such as "gsm8k/train/17". extra["max_tokens"], where it is set, is
+    this prompt's own bound on response tokens. Raises ValueError otherwise.
     """
 
     prompt_id: str
@@ -25,6 +28,17 @@ class PromptRow:
     def __post_init__(self) -> None:
         if (self.text is None) == (self.messages is None):
             raise ValueError(f"prompt {self.prompt_id} needs either text or messages")
+        problem = budget_problem(self.extra)
+        if problem:
+            raise ValueError(f"prompt {self.prompt_id}: {problem}")
+
+
+def budget_problem(extra: Mapping[str, str]) -> str:
+    """Why extra["max_tokens"] is no number of tokens; empty where it is one or is not there."""
+    budget = extra.get(BUDGET)
+    if budget is None or (budget.isascii() and budget.isdigit() and 1 <= int(budget) < 1 << 32):
+        return ""
+    return f"{BUDGET} is {budget[:40]!r}, not a number of response tokens from 1 on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

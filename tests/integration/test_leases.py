@@ -10,7 +10,7 @@ import pytest
 import protos
 import services.link
 from services.book import Book, Sample, State
-from services.generation import Generation
+from services.generation import Generation, within_budget
 from services.link import Link
 from tests.integration.kit import member, serving, until
 from tests.unit.services.life import Silence, made_trajectory
@@ -68,7 +68,7 @@ class Clock:
 class Leasing:
     """A generation stage that may accept `groups` prompts."""
 
-    def __init__(self, *, groups: int = 2, max_attempts: int = 4) -> None:
+    def __init__(self, *, groups: int = 2, max_attempts: int = 4, budget: str = "9") -> None:
         self.book = Book(group_size=2, use_reference=False, max_attempts=max_attempts, journal=Silence())
         self.clock = Clock()
         self.quarantined: list[str] = []
@@ -79,7 +79,7 @@ class Leasing:
             run_seed=1,
             life=1,
             lease_seconds=10.0,
-            next_prompt=lambda position: protos.Prompt(prompt_id=f"p{position}"),
+            next_prompt=lambda position: protos.Prompt(prompt_id=f"p{position}", extra={"max_tokens": budget}),
             may_accept=lambda: self.book.next_group < groups,
             serves=lambda name: name in self.serves,
             clock=self.clock,
@@ -113,6 +113,24 @@ async def test_a_group_stays_on_one_server_and_has_seeds_of_its_own() -> None:
         await until(lambda: len(list(stage.book.samples(State.GENERATED))) == 4)
         assert stage.generation.in_hand("rollout-0") == 0 and stage.generation.links["rollout-0"].credit == 8
         await stage.generation.close()
+
+
+@pytest.mark.parametrize(("budget", "max_tokens"), [("3", 3), ("5", 5), ("9", 5)])
+async def test_a_prompt_may_ask_for_less_than_the_run_allows_and_never_for_more(budget: str, max_tokens: int) -> None:
+    stage, engine = Leasing(groups=1, budget=budget), new_engine()
+    async with serving(engine.add) as address:
+        await stage.link("rollout-0", address)
+        stage.generation.pump()
+        await until(lambda: len(engine.leases) == 1)
+        assert engine.leases[0].sampling.max_tokens == max_tokens
+        await stage.generation.close()
+
+
+def test_a_prompt_without_a_budget_is_drawn_as_the_run_says() -> None:
+    run = protos.SamplingParams(temperature=0.7, max_tokens=100, ignore_eos=True)
+    own = within_budget(run, protos.Prompt(extra={"max_tokens": "30"}))
+    assert (own.max_tokens, own.ignore_eos, run.max_tokens) == (30, True, 100) and own.temperature == run.temperature
+    assert within_budget(run, protos.Prompt(extra={"other": "1"})) == run
 
 
 async def test_a_server_without_the_newest_version_gets_no_lease() -> None:
