@@ -23,6 +23,7 @@ Everything that happens is a message in one mailbox; after each handful of messa
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -37,6 +38,7 @@ from services.book import Batch, Book, Sample, State
 from services.desk import Desk
 from services.errors import PeerError
 from services.generation import Generation
+from services.health import Health
 from services.journalist import Journalist
 from services.judging import Judging
 from services.ledger import Ledger
@@ -71,6 +73,9 @@ class Conductor(Actor):
         self.finished = asyncio.Event()
         self.mailbox: asyncio.Queue[Message] = asyncio.Queue(MAILBOX_SIZE)
         self.roster = Roster(heartbeat_seconds=config.conductor.heartbeat_seconds)
+        self.health = Health(
+            self.roster, limit=config.conductor.max_logprob_mismatch, patience=config.conductor.mismatch_patience
+        )
         self.incarnation = 0
         self.run_id = ""
         self.ready = False
@@ -101,6 +106,7 @@ class Conductor(Actor):
         self._files.callback(self.journalist.close)
         self.run_id = self._remember("run_id", self.process_id)
         self.incarnation = int(self.ledger.fact("incarnation", "0"))
+        self.roster.evicted.update(json.loads(self.ledger.fact("evicted", "{}")))
         self._build_stages(life=int(self._remember("life", "0", add=1)))
         if recovered:
             self.journalist.tell("recovered", self.name, "the conductor found the run in its ledger", **self.progress())
@@ -220,7 +226,9 @@ class Conductor(Actor):
     def serves(self, name: str) -> bool:
         """A rollout server takes leases once it has the version that the trainer pushed last."""
         member = self.roster.members.get(name)
-        return member is not None and member.has_version and member.policy_version >= self.book.pushed_version
+        if member is None or member.evicted:
+            return False
+        return member.has_version and member.policy_version >= self.book.pushed_version
 
     def generated(self, samples: list[Sample]) -> None:
         self.judging.want([sample for sample in samples if sample.state is State.GENERATED])
@@ -231,6 +239,8 @@ class Conductor(Actor):
 
     def reported(self, report: protos.StepReport, batch: Batch) -> None:
         self.journalist.step(report, batch)
+        for name, reason in self.health.judge(report, batch).items():
+            self.evict(name, reason)
 
     def pushed(self, push: protos.PushReport) -> None:
         self.journalist.push(push)
@@ -263,7 +273,7 @@ class Conductor(Actor):
             self._next_incarnation(request)
         member = self.roster.join(request, now=asyncio.get_running_loop().time())
         self.journalist.tell("joined", member.name, "joined", address=member.address, version=member.policy_version)
-        self._changes.append((member, True))
+        self._changes.append((member, not member.evicted))
         self.post(lambda: None)
         return self.incarnation if identity.role == "trainer" else 0
 
@@ -288,6 +298,15 @@ class Conductor(Actor):
             self.journalist.tell(kind, name, kind, why=reason)
             self._changes.append((member, False))
 
+    def evict(self, name: str, reason: str) -> None:
+        """Give a rollout server no more work: what it has in hand goes elsewhere. A new process may take its place."""
+        member = self.roster.evict(name, reason)
+        self.ledger.set_fact("evicted", json.dumps(self.roster.evicted))
+        self.journalist.tell("evicted", name, "taken out of rotation until it is started again", why=reason)
+        self._changes.append((member, False))
+        if not any(self.roster.of("rollout")):
+            self.journalist.tell("warning", self.name, "the run stands: every rollout server was taken out of rotation")
+
     def stream_ended(self, name: str, reason: str) -> None:
         """The stream to a server has broken: it is lost, unless it has joined anew and waits for its next stream."""
         if not any(member.name == name and joined for member, joined in self._changes):
@@ -301,7 +320,7 @@ class Conductor(Actor):
             if joined:
                 await stage.connect(member)
             else:
-                await stage.drop(member.name, self.roster.lost.get(member.name, ""))
+                await stage.drop(member.name, member.evicted or self.roster.lost.get(member.name, ""))
             if member.role == "rollout":
                 self.training.want_sync()
 

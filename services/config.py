@@ -54,6 +54,13 @@ class ConductorConfig(Section):
     lease_seconds: float = Field(default=120.0, gt=0, description="how long a rollout server may take for a sample")
     max_attempts: int = Field(default=4, ge=1, description="leases of a sample before it is quarantined")
     max_score_attempts: int = Field(default=2, ge=1, description="scorings of a sample before it is quarantined")
+    max_logprob_mismatch: float | None = Field(
+        default=None,
+        gt=0,
+        description="mean absolute difference of behaviour and trainer logprobs, in nats a token, above which a rollout"
+        " server is taken out of rotation until it is started again; null: only a metric",
+    )
+    mismatch_patience: int = Field(default=3, ge=1, description="steps in a row over max_logprob_mismatch before that")
     synchronous: Literal["NORMAL", "FULL"] = Field(
         default="NORMAL", description="SQLite: NORMAL survives any dead process, FULL also a power cut"
     )

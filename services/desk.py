@@ -60,7 +60,12 @@ class Desk(protos.ConductorServicer):
         await self._ready(context)
         now = asyncio.get_running_loop().time()
         known = self.conductor.roster.beat(request, now=now)
-        return protos.HeartbeatReply(known=known, finished=self.conductor.finished.is_set())
+        member = self.conductor.roster.members.get(request.name)
+        return protos.HeartbeatReply(
+            known=known,
+            finished=self.conductor.finished.is_set(),
+            evicted=member.evicted if member is not None and known else "",
+        )
 
     async def Leave(self, request: protos.LeaveRequest, context: Any) -> protos.LeaveReply:
         member = self.conductor.roster.members.get(request.name)

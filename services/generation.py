@@ -84,6 +84,7 @@ class Generation:
     async def connect(self, member: Member) -> None:
         """Open a stream to a server that has joined, in place of an older one to it."""
         await self.drop(member.name, "joined again")
+        member.first_lease = next(self._lease_ids)
         self._by_server[member.name] = set()
         self.links[member.name] = Link(
             member.name,
@@ -207,6 +208,7 @@ class Generation:
             self.book.refused[reason] += 1
             self._redo(sample, reason)
             return None
+        trajectory.server = link.name
         self.book.generate(sample, trajectory)
         return sample
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import protos
 from services.book import Batch, Book, Group, Sample
+from services.health import means
 from services.telemetry import JsonLines
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Journalist:
     def tell(self, kind: str, service: str, message: str, **facts: Any) -> None:
         """One event for the file, the log and the watchers."""
         labels = {key: str(value) for key, value in facts.items()}
-        level = logging.WARNING if kind in ("lost", "warning", "quarantined") else logging.INFO
+        level = logging.WARNING if kind in ("lost", "evicted", "warning", "quarantined") else logging.INFO
         logger.log(level, "%s %s", service, message, extra={"facts": labels})
         self._publish(protos.TelemetryEvent(kind=kind, service=service, message=message, labels=labels))
 
@@ -75,6 +76,9 @@ class Journalist:
             "staleness_mean": sum(age * count for age, count in batch.staleness.items()) / max(samples, 1),
             "staleness_max": float(max(batch.staleness, default=0)),
         }
+        for server, (mean, num_tokens) in means(report.mismatches).items():
+            metrics[f"logprob_diff_mean/{server}"] = mean
+            metrics[f"logprob_diff_tokens/{server}"] = float(num_tokens)
         self._busy_before = busy
         self.num_steps += 1
         self.num_samples += samples

@@ -31,6 +31,7 @@ class Membership:
         self._channel = connect(conductor)
         self._stub = protos.ConductorStub(self._channel)
         self._busy_before = (time.monotonic(), 0.0)
+        self._evicted = ""
 
     async def run_config(self, *, patience_seconds: float = 60.0) -> protos.RunConfigReply:
         """The run's config, for a service that was given an address alone."""
@@ -73,6 +74,9 @@ class Membership:
             )
             what = f"{self.actor.name} heartbeat"
             reply = await call(self._stub.Heartbeat, request, deadline_seconds=DEADLINE_SECONDS, what=what)
+            if reply.evicted and not self._evicted:
+                logger.error("evicted: no more work until it is started again", extra={"facts": {"why": reply.evicted}})
+            self._evicted = reply.evicted
             if reply.finished:
                 self.actor.drain()
             elif not reply.known:

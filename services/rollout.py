@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 import protos
-from protos.arrays import to_array
+from protos.arrays import from_array, to_array
 from services.errors import OffbeatError
 from services.faults import fault
 from services.reach import reach_of_engine
@@ -184,6 +184,9 @@ class RolloutService(Worker, Receiving, protos.RolloutServicer):
         word = fault(self.name, "rollout.reply")
         if word == "liar":
             reply.trajectories[0].behaviour_logprobs.CopyFrom(to_array(completions[0].logprobs.repeat(2)))
+        if word == "shift":
+            for trajectory in reply.trajectories:
+                trajectory.behaviour_logprobs.CopyFrom(to_array(from_array(trajectory.behaviour_logprobs) - 0.5))
         self._outbox.put(reply)
         if word == "duplicate":
             self._outbox.put(protos.GenerateReply(trajectories=reply.trajectories))

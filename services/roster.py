@@ -39,6 +39,12 @@ class Member:
     has_version: bool = False
     """Rollout: the trainer's committed version has reached this process in this membership."""
     gauges: dict[str, float] = field(default_factory=dict)
+    evicted: str = ""
+    """Rollout: why this process gets no more work; empty: it does."""
+    first_lease: int = 0
+    """Rollout: all leases of this membership have larger numbers."""
+    logprob_diff_mean: float | None = None
+    """Rollout: of the last step with samples of it, nats."""
 
 
 class Roster:
@@ -49,6 +55,8 @@ class Roster:
         self.members: dict[str, Member] = {}
         self.lost: dict[str, str] = {}
         """Name of a service that is gone -> why."""
+        self.evicted: dict[str, str] = {}
+        """Process id of a server that gets no more work -> why."""
         self._holders: dict[str, str] = {}
         """Name -> the newest process that has borne it."""
         self._replaced: set[str] = set()
@@ -68,6 +76,7 @@ class Roster:
         self._holders[identity.name] = request.process_id
         member = Member(identity.name, identity.role, request.address, request.process_id, identity, now)
         member.policy_version = request.policy_version
+        member.evicted = self.evicted.get(request.process_id, "")
         self.members[identity.name] = member
         self.lost.pop(identity.name, None)
         return member
@@ -80,6 +89,12 @@ class Roster:
         member.last_beat = now
         member.gauges = dict(request.gauges)
         return True
+
+    def evict(self, name: str, reason: str) -> Member:
+        """Give the process that is `name` now no more work, also when it joins again."""
+        member = self.members[name]
+        member.evicted = self.evicted[member.process_id] = reason
+        return member
 
     def lose(self, name: str, reason: str) -> Member | None:
         """Take a member out; None where it was out already."""
@@ -94,4 +109,5 @@ class Roster:
         return [member for member in self.members.values() if now - member.last_beat > limit]
 
     def of(self, role: str) -> Iterator[Member]:
-        return (member for member in self.members.values() if member.role == role)
+        """The members of a role that may work."""
+        return (member for member in self.members.values() if member.role == role and not member.evicted)

@@ -35,11 +35,13 @@ def status_of(conductor: Conductor) -> protos.ConductorStatusReply:
 
 def state_of(conductor: Conductor) -> str:
     """One word for what the run waits for; the first that applies."""
-    roles = {member.role for member in conductor.roster.members.values()}
+    roles = {member.role for member in conductor.roster.members.values() if not member.evicted}
+    evicted = any(member.evicted for member in conductor.roster.members.values())
     checks = (
         ("finished", conductor.finished.is_set()),
         ("paused", conductor.paused),
         ("waiting_trainer", "trainer" not in roles),
+        ("rollout_evicted", "rollout" not in roles and evicted),
         ("starved", "rollout" not in roles),
         ("waiting_reward", "reward" not in roles),
         ("waiting_reference", conductor.book.use_reference and "reference" not in roles),
@@ -50,15 +52,17 @@ def state_of(conductor: Conductor) -> str:
 
 def service_of(conductor: Conductor, member: Member) -> protos.ServiceStatus:
     ready = conductor.serves(member.name) if member.role == "rollout" else True
+    state = f"evicted: {member.evicted}" if member.evicted else "serving" if ready else "joined"
     return protos.ServiceStatus(
         name=member.name,
         role=member.role,
         address=member.address,
-        state="serving" if ready else "joined",
+        state=state,
         policy_version=member.policy_version,
         heartbeat_age_seconds=asyncio.get_running_loop().time() - member.last_beat,
         in_hand=conductor.stages[member.role].in_hand(member.name),
         gauges=member.gauges,
+        logprob_diff_mean=member.logprob_diff_mean,
     )
 
 

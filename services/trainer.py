@@ -137,7 +137,7 @@ class TrainerService(Worker, protos.TrainerServicer):
 
     async def _step(self, batch: protos.TrajectoryBatch, *, waited: float) -> None:
         began = time.monotonic()
-        metrics = await self.compute(self._train, batch)
+        metrics, mismatches = await self.compute(self._train, batch)
         seconds = time.monotonic() - began
         fault(self.name, "step.computed", step=batch.step)
         async with self._pushing:  # the buckets are free again
@@ -148,6 +148,7 @@ class TrainerService(Worker, protos.TrainerServicer):
             policy_version=self.policy_version,
             incarnation=batch.incarnation,
             metrics=metrics,
+            mismatches=mismatches,
             step_seconds=seconds,
             wait_seconds=waited,
             replay=batch.replay,
@@ -159,11 +160,14 @@ class TrainerService(Worker, protos.TrainerServicer):
         self._push_task = asyncio.create_task(self._push(batch.step), name=f"push-{batch.step}")
         await self._save_if_due(batch.step)
 
-    def _train(self, batch: protos.TrajectoryBatch) -> dict[str, float]:
+    def _train(self, batch: protos.TrajectoryBatch) -> tuple[dict[str, float], list[protos.ServerMismatch]]:
         trajectories = [from_wire(trajectory) for trajectory in batch.trajectories]
         metrics = self.learner.train(trajectories, step=batch.step, policy_version=batch.step - 1)
         self._computed_step = batch.step
-        return metrics
+        return metrics, [
+            protos.ServerMismatch(server=one.server, staleness=one.staleness, num_tokens=one.num_tokens, mean=one.mean)
+            for one in self.learner.mismatches
+        ]
 
     # Pushes.
 
@@ -280,4 +284,5 @@ def from_wire(trajectory: protos.Trajectory) -> Trajectory:
         ),
         spans=tuple((span.policy_version, span.num_tokens) for span in trajectory.spans),
         stop_reason=protos.StopReason.Name(trajectory.stop_reason).removeprefix("STOP_REASON_").lower(),
+        server=trajectory.server,
     )

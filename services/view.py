@@ -100,9 +100,11 @@ def queue_line(status: protos.ConductorStatusReply) -> Text:
 
 
 def services_table(status: protos.ConductorStatusReply) -> Table:
-    table = Table("service", "state", "version", "in hand", "heartbeat", "address", box=None, pad_edge=False)
+    columns = ("service", "state", "version", "in hand", "logprob diff", "heartbeat", "address")
+    table = Table(*columns, box=None, pad_edge=False)
     for service in status.services:
         version = str(service.policy_version) if service.role in ("rollout", "trainer") else ""
         age = f"{service.heartbeat_age_seconds:.1f} s ago" if service.address else ""
-        table.add_row(service.name, service.state, version, str(service.in_hand or ""), age, service.address)
+        diff = f"{service.logprob_diff_mean:.3g}" if service.HasField("logprob_diff_mean") else ""
+        table.add_row(service.name, service.state, version, str(service.in_hand or ""), diff, age, service.address)
     return table

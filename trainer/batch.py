@@ -40,6 +40,8 @@ class Trajectory:
     """Run-length pairs (policy_version, number of tokens); they sum to n."""
     stop_reason: str
     """"length" where the token limit cut the response."""
+    server: str = ""
+    """Name of the rollout server that made it."""
 
     def __post_init__(self) -> None:
         problem = self._problem()

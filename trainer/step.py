@@ -22,6 +22,7 @@ from trainer.losses import LOSSES, Denominators, LossInputs, LossOptions
 from trainer.losses.kl import kl_penalty
 from trainer.losses.objective import objective
 from trainer.metrics import StepMetrics, Tally, absolute_differences, batch_metrics
+from trainer.mismatch import Mismatch, mismatches
 from trainer.optimizer import build_optimizer, learning_rate, update
 from trainer.packing import MicroBatch, micro_batch, pack
 
@@ -36,6 +37,8 @@ class Learner:
         self.config = config
         self.optimizer = build_optimizer(model, config.optimizer)
         self.schedule_position = 0
+        self.mismatches: list[Mismatch] = []
+        """Of the newest step: behaviour logprobs beside those of the weights that it began with, by rollout server."""
         self._estimate = ESTIMATORS[algorithm.adv_estimator]
         self._policy_loss = LOSSES[algorithm.loss]
         self._advantage_options = AdvantageOptions(norm_by_std=algorithm.norm_adv_by_std)
@@ -63,7 +66,9 @@ class Learner:
             self._advantage_options,
         )
         metrics |= reward_metrics | advantages.metrics
-        metrics |= self._updates(batch, advantages.advantages_BR, old_BR)
+        run = self._updates(batch, advantages.advantages_BR, old_BR)
+        metrics |= run.metrics()
+        self.mismatches = mismatches(*run.differences(), trajectories, policy_version=policy_version)
         self.schedule_position += 1
         return metrics
 
@@ -89,17 +94,18 @@ class Learner:
         mean = float(kl_BR.sum() / batch.mask_BR.sum().clamp(min=1))
         return rewards_BR - algorithm.kl_coef * kl_BR, {"kl_in_reward": mean}
 
-    def _updates(self, batch: Batch, advantages_BR: Tensor, old_BR: Tensor | None) -> StepMetrics:
+    def _updates(self, batch: Batch, advantages_BR: Tensor, old_BR: Tensor | None) -> "_Run":
         algorithm = self.config.algorithm
         active_B = self._active(batch, advantages_BR)
         minibatches = min(algorithm.minibatches, len(active_B))
         if old_BR is None and algorithm.epochs * minibatches > 1:
             old_BR = self._proximal_logprobs(batch, active_B.nonzero().flatten())
-        run = _Run(batch, advantages_BR, old_BR, active_B)
+        proximal_BR = old_BR if algorithm.old_logprobs == "proximal" else None
+        run = _Run(batch, advantages_BR, old_BR, active_B, proximal_BR)
         for _ in range(algorithm.epochs):
             for rows in np.array_split(np.arange(len(active_B)), minibatches):
                 self._update(run, torch.from_numpy(rows))
-        return run.metrics()
+        return run
 
     def _active(self, batch: Batch, advantages_BR: Tensor) -> Tensor:
         """Which samples have a gradient that is not exactly zero, [B] bool."""
@@ -156,13 +162,24 @@ class Learner:
 class _Run:
     """What the updates of one step share: the batch, its constants, and the figures that they add up."""
 
-    def __init__(self, batch: Batch, advantages_BR: Tensor, old_BR: Tensor | None, active_B: Tensor) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        advantages_BR: Tensor,
+        old_BR: Tensor | None,
+        active_B: Tensor,
+        proximal_BR: Tensor | None,
+    ) -> None:
         self.batch = batch
         self.advantages_BR = advantages_BR
         self.old_BR = old_BR
         self.active_B = active_B
+        self.proximal_BR = proximal_BR
+        """Of the weights that the step began with, at the active rows; None: not computed apart from the loss."""
         self.tally = Tally()
         self._differences: list[Tensor] = []
+        self._rows: list[Tensor] = []
+        """Which row of the batch each of the differences so far belongs to, until an update has moved the weights."""
         self._updates: list[tuple[float, float, float, bool]] = []
 
     def loss_inputs(
@@ -171,6 +188,8 @@ class _Run:
         logprobs_BR = micro.scatter(logprobs_N)
         behaviour_BR = self._cut(micro, self.batch.behaviour_logprobs_BR)
         self._differences.append((logprobs_N.detach() - behaviour_BR.flatten().index_select(0, micro.slots_N)).abs())
+        if not self._updates:
+            self._rows.append(micro.rows_B.to(micro.slots_N.device)[micro.slots_N // micro.width])
         reference_BR = self.batch.reference_logprobs_BR
         return LossInputs(
             logprobs_BR=logprobs_BR,
@@ -189,6 +208,17 @@ class _Run:
 
     def record(self, *, tokens: float, lr: float, grad_norm: float, taken: bool) -> None:
         self._updates.append((tokens, lr, grad_norm, taken))
+
+    def differences(self) -> tuple[Tensor, Tensor]:
+        """|behaviour - trainer| logprobs before the first update: (row of the batch [N], difference [N])."""
+        if self.proximal_BR is not None:
+            rows_N, columns_N = (self.batch.mask_BR * self.active_B[:, None]).nonzero(as_tuple=True)
+            difference_BR = (self.proximal_BR - self.batch.behaviour_logprobs_BR).abs()
+            return rows_N, difference_BR[rows_N, columns_N]
+        known = len(self._rows)
+        if not known:
+            return torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+        return torch.cat(self._rows), torch.cat(self._differences[:known])
 
     def metrics(self) -> StepMetrics:
         """Means over updates of loss, its parts and the gradient norm; token means are over the computed tokens."""

@@ -168,17 +168,21 @@ class HeartbeatReply(google.protobuf.message.Message):
 
     KNOWN_FIELD_NUMBER: builtins.int
     FINISHED_FIELD_NUMBER: builtins.int
+    EVICTED_FIELD_NUMBER: builtins.int
     known: builtins.bool
     """false: join again"""
     finished: builtins.bool
     """the run is over: drain"""
+    evicted: builtins.str
+    """rollout: why it gets no more work until it is started again; empty: it does"""
     def __init__(
         self,
         *,
         known: builtins.bool = ...,
         finished: builtins.bool = ...,
+        evicted: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["finished", b"finished", "known", b"known"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["evicted", b"evicted", "finished", b"finished", "known", b"known"]) -> None: ...
 
 Global___HeartbeatReply: typing_extensions.TypeAlias = HeartbeatReply
 
@@ -346,6 +350,7 @@ class ServiceStatus(google.protobuf.message.Message):
     HEARTBEAT_AGE_SECONDS_FIELD_NUMBER: builtins.int
     IN_HAND_FIELD_NUMBER: builtins.int
     GAUGES_FIELD_NUMBER: builtins.int
+    LOGPROB_DIFF_MEAN_FIELD_NUMBER: builtins.int
     name: builtins.str
     """as in Identity"""
     role: builtins.str
@@ -353,13 +358,15 @@ class ServiceStatus(google.protobuf.message.Message):
     address: builtins.str
     """host:port"""
     state: builtins.str
-    """joined, serving, lost"""
+    """joined, serving, evicted: why, lost: why"""
     policy_version: builtins.int
     """that it held when it was last heard of"""
     heartbeat_age_seconds: builtins.float
     """since its last sign of life"""
     in_hand: builtins.int
     """samples leased to it or being scored by it"""
+    logprob_diff_mean: builtins.float
+    """rollout: of the last step with samples of it, in nats; unset before one"""
     @property
     def gauges(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """of its last heartbeat"""
@@ -375,8 +382,11 @@ class ServiceStatus(google.protobuf.message.Message):
         heartbeat_age_seconds: builtins.float = ...,
         in_hand: builtins.int = ...,
         gauges: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        logprob_diff_mean: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "gauges", b"gauges", "heartbeat_age_seconds", b"heartbeat_age_seconds", "in_hand", b"in_hand", "name", b"name", "policy_version", b"policy_version", "role", b"role", "state", b"state"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_logprob_diff_mean", b"_logprob_diff_mean", "logprob_diff_mean", b"logprob_diff_mean"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_logprob_diff_mean", b"_logprob_diff_mean", "address", b"address", "gauges", b"gauges", "heartbeat_age_seconds", b"heartbeat_age_seconds", "in_hand", b"in_hand", "logprob_diff_mean", b"logprob_diff_mean", "name", b"name", "policy_version", b"policy_version", "role", b"role", "state", b"state"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_logprob_diff_mean", b"_logprob_diff_mean"]) -> typing.Literal["logprob_diff_mean"] | None: ...
 
 Global___ServiceStatus: typing_extensions.TypeAlias = ServiceStatus
 
@@ -542,7 +552,9 @@ class ConductorStatusReply(google.protobuf.message.Message):
     run_id: builtins.str
     """random name of the run, kept over restarts"""
     state: builtins.str
-    """starting, running, paused, starved, waiting_trainer, waiting_reward, waiting_reference, finished"""
+    """starting, running, paused, starved, rollout_evicted (no other server is left), waiting_trainer, waiting_reward,
+    waiting_reference, finished
+    """
     step: builtins.int
     """trained"""
     num_steps: builtins.int

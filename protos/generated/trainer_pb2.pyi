@@ -71,6 +71,38 @@ class TrainRequest(google.protobuf.message.Message):
 Global___TrainRequest: typing_extensions.TypeAlias = TrainRequest
 
 @typing.final
+class ServerMismatch(google.protobuf.message.Message):
+    """How far the behaviour logprobs of a rollout server's samples of one staleness are from the trainer's. With staleness 0
+    the weights are the same; else the policy's own movement is part of the difference.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SERVER_FIELD_NUMBER: builtins.int
+    STALENESS_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    MEAN_FIELD_NUMBER: builtins.int
+    server: builtins.str
+    """name of the rollout server"""
+    staleness: builtins.int
+    """of the samples: the trainer's version before the step less their oldest version"""
+    num_tokens: builtins.int
+    """that were compared"""
+    mean: builtins.float
+    """of the absolute differences, in nats a token"""
+    def __init__(
+        self,
+        *,
+        server: builtins.str = ...,
+        staleness: builtins.int = ...,
+        num_tokens: builtins.int = ...,
+        mean: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["mean", b"mean", "num_tokens", b"num_tokens", "server", b"server", "staleness", b"staleness"]) -> None: ...
+
+Global___ServerMismatch: typing_extensions.TypeAlias = ServerMismatch
+
+@typing.final
 class StepReport(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -98,6 +130,7 @@ class StepReport(google.protobuf.message.Message):
     WAIT_SECONDS_FIELD_NUMBER: builtins.int
     REPLAY_FIELD_NUMBER: builtins.int
     WEIGHTS_HASH_FIELD_NUMBER: builtins.int
+    MISMATCHES_FIELD_NUMBER: builtins.int
     step: builtins.int
     """from 1"""
     policy_version: builtins.int
@@ -116,6 +149,10 @@ class StepReport(google.protobuf.message.Message):
     def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """names of docs/metrics.md"""
 
+    @property
+    def mismatches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ServerMismatch]:
+        """of the step's batch, against the weights before the step"""
+
     def __init__(
         self,
         *,
@@ -127,8 +164,9 @@ class StepReport(google.protobuf.message.Message):
         wait_seconds: builtins.float = ...,
         replay: builtins.bool = ...,
         weights_hash: builtins.str = ...,
+        mismatches: collections.abc.Iterable[Global___ServerMismatch] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "metrics", b"metrics", "policy_version", b"policy_version", "replay", b"replay", "step", b"step", "step_seconds", b"step_seconds", "wait_seconds", b"wait_seconds", "weights_hash", b"weights_hash"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "metrics", b"metrics", "mismatches", b"mismatches", "policy_version", b"policy_version", "replay", b"replay", "step", b"step", "step_seconds", b"step_seconds", "wait_seconds", b"wait_seconds", "weights_hash", b"weights_hash"]) -> None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
 

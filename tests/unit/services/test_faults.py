@@ -66,3 +66,15 @@ def test_kill_is_a_kill_and_is_logged_first(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
     assert log.read_text() == "a:b@1=kill\n"
+
+
+def test_a_fault_with_a_plus_fires_from_its_pass_on_and_is_noted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    monkeypatch.setenv("OFFBEAT_FAULTS_LOG", str(log))
+    faults.arm("rollout-0:rollout.reply@2+=shift, rollout-0:rollout.reply@3=liar")
+    found = [faults.fault("rollout-0", "rollout.reply") for _ in range(4)]
+    assert found == ["", "shift", "liar", "shift"]
+    assert faults.fault("rollout-1", "rollout.reply") == ""
+    assert log.read_text().split() == ["rollout-0:rollout.reply@2+=shift", "rollout-0:rollout.reply@3=liar"]
