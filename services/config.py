@@ -131,6 +131,17 @@ class LaunchConfig(Section):
     host: str = Field(default="127.0.0.1", description="address that the services listen on")
     conductor_port: int = Field(default=0, ge=0, le=65535, description="0 takes a free port")
     max_restarts: int = Field(default=20, ge=0, description="restarts of dead processes before the run is given up")
+    trainer_gpus: int | None = Field(
+        default=None,
+        ge=1,
+        description="the trainer takes the first so many GPUs of this box, each rollout server its own next ones; null:"
+        " one, where the box has enough for all, else all services share what there is",
+    )
+    gpus: dict[str, tuple[int, ...]] = Field(
+        default_factory=dict,
+        description="GPUs, counted from 0, by role or service, e.g. {trainer: [0], rollout: [1, 2], rollout-2: [0]};"
+        " a service that is not named sees all. Empty: placed in order",
+    )
     python: dict[Role, str] = Field(
         default_factory=dict,
         description="Python that runs a role, e.g. rollout: .venv-vllm/bin/python; offbeat is installed there too."

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from services.config import Config
 from services.errors import ConfigError, OffbeatError
 from services.lineup import Post, check_interpreters, lineup
+from services.placement import VARIABLE, placement, visible_gpus
 from services.serve import ADDRESS_FILE, BROKEN, REPLACED, save_config
 from services.telemetry import set_up_logging
 
@@ -43,6 +44,7 @@ class Child:
     role: str
     command: list[str]
     threads: int
+    gpus: str | None
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
     started_at: float = 0.0
@@ -59,6 +61,7 @@ class Launcher:
         self.port = config.launch.conductor_port or free_port(config.launch.host)
         self.address = f"{config.launch.host}:{self.port}"
         self.restarts = 0
+        self.gpus = placement(config, visible_gpus())
         self.children = [self._child(post) for post in lineup(config)]
 
     def _child(self, post: Post) -> Child:
@@ -68,7 +71,8 @@ class Launcher:
             command += ["--config", str(self.folder / "config.yaml"), "--port", str(self.port)]
         else:
             command += ["--join", self.address, *post.overrides]
-        return Child(post.name, post.role, command, post.threads, log=self.folder / "logs" / f"{post.name}.out")
+        log = self.folder / "logs" / f"{post.name}.out"
+        return Child(post.name, post.role, command, post.threads, self.gpus.get(post.name), log=log)
 
     def start(self) -> None:
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -77,9 +81,10 @@ class Launcher:
             self._spawn(child)
 
     def _spawn(self, child: Child) -> None:
+        variables = environment(child.threads, child.gpus)
         with child.log.open("ab") as output:
             child.process = subprocess.Popen(
-                child.command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment(child.threads)
+                child.command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables
             )
         child.starts += 1
         child.started_at = time.monotonic()
@@ -129,16 +134,21 @@ class Launcher:
                 process.wait()
 
 
-def environment(threads: int) -> dict[str, str]:
-    """Of a service that may use so many CPU threads; 0 leaves that to its libraries."""
+def environment(threads: int, gpus: str | None) -> dict[str, str]:
+    """Of a service with so many CPU threads (0: as its libraries like) that sees these GPUs (None: all)."""
     variables = {**os.environ, "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return variables | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    if threads:
+        variables["OMP_NUM_THREADS"] = str(threads)
+    if gpus is not None:
+        variables[VARIABLE] = gpus
+    return variables
 
 
 def prepare_folder(config: Config, *, fresh: bool) -> Path:
     """Make or find the run folder, save the config in it, make the start model; OffbeatError for a finished run."""
-    config.prompts()  # data that cannot be used is told before anything starts, and an engine that is nowhere
+    config.prompts()  # data that cannot be used is told before anything starts, and an engine or a GPU that is nowhere
     check_interpreters(lineup(config))
+    placement(config, visible_gpus())
     folder = config.run_folder
     if fresh and folder.exists():
         shutil.rmtree(folder)
