@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from protos import BeginPushRequest, Manifest, Rendezvous
+from protos import BeginPushRequest, Manifest, Rendezvous, SharedBuffer
 from protos.buckets import Bucket, plan_buckets
 from protos.generated.weights_pb2 import Transport
 from protos.groups import Group, open_group
@@ -70,6 +70,7 @@ class Receiver:
         self._incoming: Incoming | None = None
         self._group_id = ""
         self._group: Group | None = None
+        self._mapped: tuple[bytes, list[Tensor]] = (b"", [])
 
     def open(self, request: BeginPushRequest, *, rank_offset: int = 0) -> None:
         """Begin to receive; the manifest comes whole. A push that is still open is dropped."""
@@ -81,8 +82,7 @@ class Receiver:
 
         def receive() -> list[int]:
             self._fill(request, plan, buffers, rank_offset=rank_offset)
-            sums = checksums(buffers)
-            return sums
+            return checksums(buffers)
 
         self._incoming = Incoming(request.policy_version, receive, deadline=deadline)
 
@@ -142,11 +142,18 @@ class Receiver:
         if request.transport == Transport.TRANSPORT_DISK:
             read_file(Path(request.path), plan, buffers)
         elif request.transport == Transport.TRANSPORT_IPC:
-            for buffer, shared in zip(buffers, open_shared(request.shared), strict=True):
-                buffer.copy_(shared)
-            torch.cuda.synchronize(self.device)
+            self._read_shared(request.shared, buffers)
         else:
             self._receive(request, buffers, rank_offset=rank_offset)
+
+    def _read_shared(self, handles: Sequence[SharedBuffer], buffers: Sequence[Tensor]) -> None:
+        """The trainer's buckets are mapped once: torch counts who opens a handle, and each may be opened once."""
+        key = b"".join(one.handle + one.counter + one.counter_offset.to_bytes(8, "little") for one in handles)
+        if key != self._mapped[0]:
+            self._mapped = (key, open_shared(handles))
+        for buffer, shared in zip(buffers, self._mapped[1], strict=True):
+            buffer.copy_(shared)
+        torch.cuda.synchronize(self.device)
 
     def _receive(self, request: BeginPushRequest, buffers: list[Tensor], *, rank_offset: int) -> None:
         kind = "nccl" if request.transport == Transport.TRANSPORT_NCCL else "gloo"
