@@ -41,12 +41,14 @@ OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 @app.command(context_settings=OVERRIDES)
 def demo(
-    overrides: Overrides = None, fresh: Annotated[bool, typer.Option(help="forget an earlier demo")] = True
+    overrides: Overrides = None,
+    engine: Annotated[str | None, typer.Option(help="hf, vllm or sglang; default: as the recipe says")] = None,
+    fresh: Annotated[bool, typer.Option(help="forget an earlier demo")] = True,
 ) -> None:
     """Train a small model on this machine's CPU until its reward has visibly risen."""
     from services.demo import run_demo
 
-    leave(run_demo(overrides or [], fresh=fresh))
+    leave(run_demo(overrides or [], engine=engine, fresh=fresh))
 
 
 @app.command(context_settings=OVERRIDES)

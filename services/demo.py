@@ -16,10 +16,11 @@ from services.export import newest_checkpoint
 from services.launch import prepare_folder, run_processes
 
 
-def run_demo(overrides: list[str], *, fresh: bool) -> int:
+def run_demo(overrides: list[str], *, engine: str | None = None, fresh: bool) -> int:
     """The whole demo; the last line printed is its summary as JSON."""
+    chosen = [] if engine is None else [f"rollout.engine={engine}"]
     try:
-        config = load_config("demo", overrides)
+        config = load_config("demo", [*chosen, *overrides])
         summary = demo(config, fresh=fresh)
     except ConfigError as error:
         print("\n".join(error.problems), file=sys.stderr)

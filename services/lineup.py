@@ -21,6 +21,10 @@ from services.errors import ConfigError
 
 PACKAGES = {"vllm": "vllm", "sglang": "sglang"}
 """What an engine needs beside Offbeat itself."""
+SETUP = {
+    "vllm": "run make setup-vllm (vLLM's build for CPUs),",
+    "sglang": "install offbeat[train,sglang] in an environment .venv-sglang",
+}
 PROBE_SECONDS = 60.0
 
 
@@ -86,7 +90,7 @@ def written(settings: Mapping[str, object], prefix: str) -> Iterator[str]:
 
 
 def interpreter(engine: str, asked: str | None) -> str:
-    """The Python for a rollout server: what was asked, else this one, else .venv-ENGINE of `make setup-ENGINE`."""
+    """The Python for a rollout server: what was asked, else this one, else .venv-ENGINE as `make setup-vllm` makes one."""
     if asked is not None:
         return absolute(asked)
     if has_engine(engine):
@@ -97,8 +101,8 @@ def interpreter(engine: str, asked: str | None) -> str:
             return str(python)
     raise ConfigError(
         [
-            f"the engine {engine} is not installed here: run make setup-{engine}, or set"
-            " launch.python.rollout to the Python of an environment that has it"
+            f"the engine {engine} is not installed here: {SETUP.get(engine, '')} or set launch.python.rollout to the"
+            " Python of an environment that has it"
         ]
     )
 

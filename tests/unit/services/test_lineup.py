@@ -71,6 +71,7 @@ def test_an_engine_that_is_not_here_is_looked_for_in_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(room.PACKAGES, "rare", "no_such_package")
+    monkeypatch.setitem(room.SETUP, "rare", "run make setup-rare,")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="the engine rare is not installed here: run make setup-rare, or set"):
         interpreter("rare", None)
