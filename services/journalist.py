@@ -96,6 +96,7 @@ class Journalist:
         values = {
             "policy_version": float(push.policy_version),
             "seconds": push.seconds,
+            "begin_seconds": push.begin_seconds,
             "transfer_seconds": push.transfer_seconds,
             "stall_seconds": push.stall_seconds,
             "num_bytes": float(push.num_bytes),

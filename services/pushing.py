@@ -154,7 +154,7 @@ class Pusher:
             replies, problems = await self._broadcast(request, peers, kind, report=report)
         else:
             await self._put_up(request, kind, version)
-            replies, problems = await self._hand_over(request, peers)
+            replies, problems = await self._hand_over(request, peers, report=report)
             report.transfer_seconds = time.monotonic() - began
         report.stall_seconds = max([report.stall_seconds, *(reply.swap_seconds for reply in replies.values())])
         report.committed.extend(replies)
@@ -169,9 +169,11 @@ class Pusher:
             request.shared.extend(self.outgoing.shared())
 
     async def _hand_over(
-        self, request: protos.BeginPushRequest, peers: list[Peer]
+        self, request: protos.BeginPushRequest, peers: list[Peer], *, report: protos.PushReport
     ) -> tuple[dict[str, protos.CommitPushReply], dict[str, str]]:
+        began = time.monotonic()
         _, problems = await each(peers, lambda peer: peer.begin(copied(request), self.outgoing.manifest))
+        report.begin_seconds = time.monotonic() - began
         begun = [peer for peer in peers if peer.name not in problems]
         replies, refused = await each(begun, lambda peer: self._commit(request.policy_version, peer))
         return replies, problems | refused
@@ -197,6 +199,7 @@ class Pusher:
         _, problems = await each(
             peers, lambda peer: peer.begin(copied(request, crew.place(peer.key)), self.outgoing.manifest)
         )
+        report.begin_seconds = time.monotonic() - began
         if problems:
             self.broadcaster.forget(crew)
             return {}, {peer.name: problems.get(peer.name, "") for peer in peers}

@@ -262,6 +262,7 @@ class PushReport(google.protobuf.message.Message):
     STALL_SECONDS_FIELD_NUMBER: builtins.int
     NUM_BYTES_FIELD_NUMBER: builtins.int
     TRANSPORT_FIELD_NUMBER: builtins.int
+    BEGIN_SECONDS_FIELD_NUMBER: builtins.int
     policy_version: builtins.int
     """that was pushed"""
     incarnation: builtins.int
@@ -276,6 +277,8 @@ class PushReport(google.protobuf.message.Message):
     """of all buckets"""
     transport: builtins.str
     """nccl, ipc, gloo or disk; several are joined by a plus"""
+    begin_seconds: builtins.float
+    """until every server had begun, of the last attempt"""
     @property
     def committed(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """names of the servers that have it"""
@@ -296,8 +299,9 @@ class PushReport(google.protobuf.message.Message):
         stall_seconds: builtins.float = ...,
         num_bytes: builtins.int = ...,
         transport: builtins.str = ...,
+        begin_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["committed", b"committed", "failed", b"failed", "incarnation", b"incarnation", "num_bytes", b"num_bytes", "policy_version", b"policy_version", "seconds", b"seconds", "stall_seconds", b"stall_seconds", "transfer_seconds", b"transfer_seconds", "transport", b"transport"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begin_seconds", b"begin_seconds", "committed", b"committed", "failed", b"failed", "incarnation", b"incarnation", "num_bytes", b"num_bytes", "policy_version", b"policy_version", "seconds", b"seconds", "stall_seconds", b"stall_seconds", "transfer_seconds", b"transfer_seconds", "transport", b"transport"]) -> None: ...
 
 Global___PushReport: typing_extensions.TypeAlias = PushReport
 

@@ -88,6 +88,7 @@ async def test_a_push_brings_every_server_to_the_same_weights(
             report = await pusher.push(version, transport=transport)
             assert sorted(report.committed) == ["rollout-0", "rollout-1"]
             assert (dict(report.failed), report.policy_version, report.num_bytes) == ({}, version, outgoing.num_bytes)
+            assert 0 < report.begin_seconds < report.transfer_seconds <= report.seconds
             assert [await holds(service, outgoing, version) for service in services] == [True, True]
         await pusher.set_members([])
 
