@@ -2,7 +2,11 @@
 
 from importlib import import_module
 
-ENGINES = {"hf": "rollout.engines.hf:HfEngine"}
+ENGINES = {
+    "hf": "rollout.engines.hf:HfEngine",
+    "vllm": "rollout.engines.vllm:VllmEngine",
+    "sglang": "rollout.engines.sglang:SglangEngine",
+}
 
 
 def load(name: str) -> type:

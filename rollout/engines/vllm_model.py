@@ -1,0 +1,63 @@
+"""What a checkpoint says about its model, without loading a weight: parameters by Hugging Face names, end tokens."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from protos import Manifest
+from protos.generated.trajectory_pb2 import DType
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """shapes: of each parameter, tied ones once. end_ids: every end-of-sequence token."""
+
+    shapes: dict[str, tuple[int, ...]]
+    end_ids: tuple[int, ...]
+    tokenizer: Any
+
+    def mistakes(self, manifest: Manifest, *, dtype: str, whole: bool) -> list[str]:
+        """Why a version of this description cannot be taken. whole: every parameter must be in it."""
+        found = [self._mistake(spec.name, tuple(spec.shape), spec.dtype, dtype) for spec in manifest.tensors]
+        missing = self.shapes.keys() - {spec.name for spec in manifest.tensors} if whole else ()
+        return [text for text in found if text] + [f"{name} is missing" for name in sorted(missing)]
+
+    def _mistake(self, name: str, shape: tuple[int, ...], sent: "DType.ValueType", dtype: str) -> str:
+        if name not in self.shapes:
+            return f"the model has no parameter {name}"
+        if shape != self.shapes[name]:
+            return f"{name} has shape {shape}, not {self.shapes[name]}"
+        if sent != DType.Value(f"DTYPE_{dtype.upper()}"):
+            return f"{name} has dtype {DType.Name(sent).removeprefix('DTYPE_').lower()}, not {dtype}"
+        return ""
+
+
+def read_facts(path: str) -> ModelFacts:
+    """Of a folder or a hub id; ValueError or OSError where there is no model."""
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    return ModelFacts(
+        shapes={name: tuple(one.shape) for name, one in model.named_parameters()},
+        end_ids=_end_ids(config, _generation_config(path), tokenizer),
+        tokenizer=tokenizer,
+    )
+
+
+def _generation_config(path: str) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return None
+
+
+def _end_ids(*sources: Any) -> tuple[int, ...]:
+    ids: set[int] = set()
+    for source in sources:
+        named = getattr(source, "eos_token_id", None)
+        if named is not None:
+            ids.update(named if isinstance(named, (list, tuple)) else [named])
+    return tuple(sorted(ids))
