@@ -2,7 +2,7 @@
 
 import gc
 import importlib.util
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import pytest
@@ -18,14 +18,14 @@ torch.set_num_threads(1)
 NEEDS = {"hf": "transformers", "vllm": "vllm", "sglang": "sglang"}
 
 
-def engine_params() -> list[object]:
-    """Every engine that there is; those that are not installed here are skipped with the reason."""
+def engine_params(names: Iterable[str] = ENGINES) -> list[object]:
+    """Engines as parameters of a test; those that are not installed here are skipped with the reason."""
     return [
         pytest.param(
             name,
             marks=pytest.mark.skipif(importlib.util.find_spec(NEEDS[name]) is None, reason=f"{name} is not installed"),
         )
-        for name in ENGINES
+        for name in names
     ]
 
 

@@ -138,11 +138,14 @@ async def test_a_model_of_another_shape_is_refused_and_nothing_is_touched(served
     outgoing = Outgoing(parameters, bucket_bytes=20_000)
     outgoing.pack()
     crew = served.crew()
-    await served.engine.open_push(served.begin(crew, outgoing))
-    await asyncio.wrap_future(served.sender.send(crew, outgoing.on_host(), deadline_seconds=10.0))
-    await served.engine.await_push(outgoing.checksums)
-    with pytest.raises(ValueError, match="shape"):
+
+    async def push() -> None:
+        await served.engine.open_push(served.begin(crew, outgoing))
+        await asyncio.wrap_future(served.sender.send(crew, outgoing.on_host(), deadline_seconds=10.0))
+        await served.engine.await_push(outgoing.checksums)
         await served.engine.swap(served.version + 1, "keep")
-    await served.engine.drop_push()
-    served.sender.forget(crew)
+
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape"):
+        await push()
+    await served.dropped()
     await assert_serves(served, served.base)
