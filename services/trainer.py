@@ -60,12 +60,13 @@ class TrainerService(Worker, protos.TrainerServicer):
 
         from services.reach import reach_of_device
         from trainer.checkpoint import CheckpointStore, restore
-        from trainer.model import load_model, model_fingerprint, prepare_process
+        from trainer.model import bound_memory, load_model, model_fingerprint, prepare_process
         from trainer.step import Learner
         from trainer.weights import Outgoing
 
         config = self.config.trainer
         prepare_process(threads=config.threads, seed=config.seed)
+        bound_memory(config.device, fraction=config.memory_fraction)
         model = load_model(
             config.model, dtype=config.dtype, attn_implementation=config.attn_implementation, device=config.device
         )
@@ -84,7 +85,7 @@ class TrainerService(Worker, protos.TrainerServicer):
             bucket_bytes=int(push.bucket_mib * 2**20),
             dtype=None if push.dtype == "auto" else getattr(torch, push.dtype),
         )
-        self.outgoing.pack()
+        self._pack()
         self.reach = reach_of_device(self.outgoing.device)
 
     def state(self) -> protos.JoinRequest:
@@ -141,7 +142,7 @@ class TrainerService(Worker, protos.TrainerServicer):
         seconds = time.monotonic() - began
         fault(self.name, "step.computed", step=batch.step)
         async with self._pushing:  # the buckets are free again
-            await self.compute(self.outgoing.pack)
+            await self.compute(self._pack)
             self.policy_version = batch.step
         report = protos.StepReport(
             step=batch.step,
@@ -168,6 +169,11 @@ class TrainerService(Worker, protos.TrainerServicer):
             protos.ServerMismatch(server=one.server, staleness=one.staleness, num_tokens=one.num_tokens, mean=one.mean)
             for one in self.learner.mismatches
         ]
+
+    def _pack(self) -> None:
+        """From here on the buckets stand for the weights: what need not stay on the device leaves before the push."""
+        self.outgoing.pack()
+        self.learner.rest()
 
     # Pushes.
 

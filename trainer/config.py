@@ -14,6 +14,7 @@ ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce")
 POLICY_LOSSES = ("vanilla", "decoupled")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+OffloadMode = Literal["none", "optimizer", "all"]
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -153,6 +154,14 @@ class TrainerConfig(_Section):
     )
     max_logits_mib: int = Field(default=256, ge=1, description="bound on one float32 [tokens, vocab] block, in MiB")
     gradient_checkpointing: bool = Field(default=False, description="recompute activations in backward to save memory")
+    offload: OffloadMode = Field(
+        default="none",
+        description="what lies in host memory while it is not needed: moments between updates (optimizer), also the"
+        " weights between steps (all)",
+    )
+    memory_fraction: float | None = Field(
+        default=None, gt=0, le=1, description="share of the card's memory that the trainer may take; null: no bound"
+    )
     threads: int = Field(default=0, ge=0, description="CPU threads of torch; 0: as torch finds it")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of torch, numpy and python at start")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="estimator, loss and their numbers")

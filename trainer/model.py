@@ -74,6 +74,13 @@ def pick_device(device: str) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def bound_memory(device: str, *, fraction: float | None) -> None:
+    """Bounds what torch may take of a CUDA device's memory; more is an OutOfMemoryError. None: no bound."""
+    chosen = pick_device(device)
+    if fraction is not None and chosen.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(fraction, chosen)
+
+
 def prepare_process(*, threads: int, seed: int) -> None:
     """Sets torch's CPU threads (0: unchanged) and the seeds of torch, numpy and python."""
     if threads:

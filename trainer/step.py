@@ -23,6 +23,7 @@ from trainer.losses.kl import kl_penalty
 from trainer.losses.objective import objective
 from trainer.metrics import StepMetrics, Tally, absolute_differences, batch_metrics
 from trainer.mismatch import Mismatch, mismatches
+from trainer.offload import Offload
 from trainer.optimizer import build_optimizer, learning_rate, update
 from trainer.packing import MicroBatch, micro_batch, pack
 
@@ -48,6 +49,7 @@ class Learner:
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         self._scorer = TokenScorer(model, temperature=algorithm.temperature, max_logits_mib=config.max_logits_mib)
+        self._offload = Offload(model, self.optimizer, config.offload)
 
     def train(self, trajectories: Sequence[Trajectory], *, step: int, policy_version: int) -> StepMetrics:
         """Makes `epochs * minibatches` optimizer updates on one batch and gives the step's figures.
@@ -56,6 +58,7 @@ class Learner:
         used and a trajectory has no reference logprobs. Updates whose loss or gradient norm is not finite are left out
         and counted in `skipped`.
         """
+        self._offload.bring_weights()
         batch = collate(trajectories)
         metrics = {"step": float(step), "policy_version": float(policy_version)}
         metrics |= batch_metrics(trajectories, policy_version=policy_version)
@@ -71,6 +74,10 @@ class Learner:
         self.mismatches = mismatches(*run.differences(), trajectories, policy_version=policy_version)
         self.schedule_position += 1
         return metrics
+
+    def rest(self) -> None:
+        """Give the device back what `offload` says, until the next step; weights are packed for a push before."""
+        self._offload.leave()
 
     def _old_logprobs_for_rewards(self, batch: Batch) -> Tensor | None:
         if self.config.algorithm.old_logprobs == "behaviour":
@@ -139,7 +146,8 @@ class Learner:
             loss += self._backward(run, micro, denominators)
         self._ensure_gradients()
         lr = learning_rate(self.schedule_position, self.config.optimizer)
-        norm, taken = update(self.optimizer, loss, lr=lr, max_grad_norm=self.config.optimizer.max_grad_norm)
+        with self._offload.moments():
+            norm, taken = update(self.optimizer, loss, lr=lr, max_grad_norm=self.config.optimizer.max_grad_norm)
         run.record(tokens=denominators.tokens, lr=lr, grad_norm=norm, taken=taken)
 
     def _backward(self, run: "_Run", micro: MicroBatch, denominators: Denominators) -> Tensor:
