@@ -53,8 +53,9 @@ class VllmEngine:
     def from_pretrained(cls, path: str, config: RolloutConfig) -> "VllmEngine":
         """A folder or a hub id. Blocks. ValueError where a setting or the model does not fit this vLLM."""
         set_environment(config)
-        engine_args(path, config)
-        return cls(path, read_facts(path), config)
+        facts = read_facts(path)
+        engine_args(path, config, own_dtype=facts.dtype)
+        return cls(path, facts, config)
 
     # What it is.
 
@@ -133,7 +134,7 @@ class VllmEngine:
         asked, given = self._config.device, current_platform.device_type
         if asked not in ("auto", given):
             raise ValueError(f"rollout.device is {asked}, and this vLLM runs on {given or 'nothing that is here'}")
-        return AsyncLLM.from_engine_args(engine_args(self._path, self._config))
+        return AsyncLLM.from_engine_args(engine_args(self._path, self._config, own_dtype=self._facts.dtype))
 
     async def close(self) -> None:
         """End vLLM's processes; a task in `finished` gets RuntimeError."""

@@ -47,8 +47,11 @@ def environment(config: RolloutConfig) -> dict[str, str]:
     return variables
 
 
-def engine_args(model: str, config: RolloutConfig) -> "AsyncEngineArgs":
-    """Imports vLLM. ValueError for an engine argument that vLLM does not have or that is not the user's."""
+def engine_args(model: str, config: RolloutConfig, *, own_dtype: str) -> "AsyncEngineArgs":
+    """Imports vLLM. own_dtype: of the checkpoint.
+
+    ValueError for an engine argument that vLLM does not have or that is not the user's.
+    """
     import dataclasses
 
     from vllm.config import WeightTransferConfig
@@ -60,7 +63,7 @@ def engine_args(model: str, config: RolloutConfig) -> "AsyncEngineArgs":
         raise ValueError("; ".join(mistakes))
     return AsyncEngineArgs(
         model=model,
-        **arguments(config),
+        **arguments(config, own_dtype=own_dtype),
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=WORKER,
         logprobs_mode="processed_logprobs",
@@ -68,11 +71,12 @@ def engine_args(model: str, config: RolloutConfig) -> "AsyncEngineArgs":
     )
 
 
-def arguments(config: RolloutConfig) -> dict[str, object]:
+def arguments(config: RolloutConfig, *, own_dtype: str) -> dict[str, object]:
     """Our fields under vLLM's names, and the user's own."""
     vllm = config.vllm
     given: dict[str, object] = {
-        "dtype": config.dtype,
+        # By itself vLLM would take float32 down to 16 bits.
+        "dtype": own_dtype if config.dtype == "auto" else config.dtype,
         "max_num_seqs": config.max_num_seqs,
         "max_model_len": config.max_model_len,
         "tensor_parallel_size": vllm.tensor_parallel_size,

@@ -12,8 +12,9 @@ from protos.generated.trajectory_pb2 import DType
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """shapes: of each parameter, tied ones once. end_ids: every end-of-sequence token."""
+    """dtype: of the checkpoint, such as float32. shapes: of each parameter, tied ones once. end_ids: all end tokens."""
 
+    dtype: str
     shapes: dict[str, tuple[int, ...]]
     end_ids: tuple[int, ...]
     tokenizer: Any
@@ -41,6 +42,7 @@ def read_facts(path: str) -> ModelFacts:
         model = AutoModelForCausalLM.from_config(config)
     tokenizer = AutoTokenizer.from_pretrained(path)
     return ModelFacts(
+        dtype=str(config.dtype or torch.float32).removeprefix("torch."),
         shapes={name: tuple(one.shape) for name, one in model.named_parameters()},
         end_ids=_end_ids(config, _generation_config(path), tokenizer),
         tokenizer=tokenizer,

@@ -26,6 +26,10 @@ def config(**settings: Any) -> RolloutConfig:
     return RolloutConfig.model_validate({"model": "m", "engine": "vllm"} | settings)
 
 
+def given_to_vllm(settings: RolloutConfig) -> dict[str, object]:
+    return arguments(settings, own_dtype="float32")
+
+
 # Settings.
 
 
@@ -49,17 +53,22 @@ def test_settings_that_do_not_fit_together_are_told(settings: dict[str, Any], wo
 
 
 def test_our_settings_go_under_vllms_names_and_the_users_own_beside_them() -> None:
-    given = arguments(config(max_num_seqs=7, vllm={"tensor_parallel_size": 2, "engine_args": {"block_size": 32}}))
+    given = given_to_vllm(config(max_num_seqs=7, vllm={"tensor_parallel_size": 2, "engine_args": {"block_size": 32}}))
     assert (given["max_num_seqs"], given["tensor_parallel_size"], given["block_size"]) == (7, 2, 32)
     assert "enable_lora" not in given
-    assert arguments(config(vllm={"enable_lora": True, "max_lora_rank": 8}))["max_lora_rank"] == 8
+    assert given_to_vllm(config(vllm={"enable_lora": True, "max_lora_rank": 8}))["max_lora_rank"] == 8
+
+
+def test_auto_is_the_dtype_of_the_checkpoint() -> None:
+    assert given_to_vllm(config())["dtype"] == "float32"
+    assert given_to_vllm(config(dtype="bfloat16"))["dtype"] == "bfloat16"
 
 
 def test_two_servers_draw_with_different_seeds_unless_the_user_says_one() -> None:
-    seeds = {arguments(config())["seed"] for _ in range(4)}
+    seeds = {given_to_vllm(config())["seed"] for _ in range(4)}
     assert len(seeds) == 4
     assert all(isinstance(seed, int) and 0 <= seed < 1 << 31 for seed in seeds)
-    assert arguments(config(vllm={"engine_args": {"seed": 5}}))["seed"] == 5
+    assert given_to_vllm(config(vllm={"engine_args": {"seed": 5}}))["seed"] == 5
 
 
 def test_an_argument_that_cannot_be_passed_on_is_told_with_the_nearest_name() -> None:
@@ -135,7 +144,7 @@ def test_every_seed_is_one_that_vllm_keeps() -> None:
 
 
 def test_a_version_that_does_not_fit_the_model_is_told() -> None:
-    facts = ModelFacts(shapes={"a": (2, 3), "b": (4,)}, end_ids=(), tokenizer=None)
+    facts = ModelFacts(dtype="float32", shapes={"a": (2, 3), "b": (4,)}, end_ids=(), tokenizer=None)
 
     def spec(name: str, shape: tuple[int, ...], dtype: "DType.ValueType" = DType.DTYPE_FLOAT32) -> TensorSpec:
         return TensorSpec(name=name, dtype=dtype, shape=shape)
