@@ -19,7 +19,18 @@ SECONDS = 60.0
 PUSH_SECONDS = 20.0
 LONG = 600
 """Tokens of a sample that is meant to be unfinished when something happens to it."""
-OWN_SETTINGS: dict[str, dict[str, Any]] = {"vllm": {"vllm": {"enforce_eager": True, "per_sample_seeds": True}}}
+OWN_SETTINGS: dict[str, dict[str, Any]] = {
+    "vllm": {"vllm": {"enforce_eager": True, "per_sample_seeds": True}},
+    "sglang": {
+        "sglang": {
+            "attention_backend": "triton",
+            "sampling_backend": "pytorch",
+            "disable_cuda_graph": True,
+            "deterministic": True,
+            "mem_fraction_static": 0.3,
+        }
+    },
+}
 SERVER = "under-test"
 
 

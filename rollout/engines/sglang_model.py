@@ -1,0 +1,91 @@
+"""What the server's own process knows of a model whose weights lie in SGLang's: names, shapes, ends, tokenizer."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from protos import Manifest
+from protos.tensors import TORCH_DTYPES
+from rollout.engines.hf_weights import Weights
+
+Parameter = tuple[str, str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outline:
+    """A model without its weights. `known`: by each of its names, also where it is tied; `listed`: tied ones once."""
+
+    max_model_len: int
+    vocab_size: int
+    end_ids: frozenset[int]
+    tokenizer: Any | None
+    listed: list[Parameter]
+    known: dict[str, Parameter]
+
+    def misfits(self, manifest: Manifest) -> list[str]:
+        """What in a push does not fit the model, in words."""
+        found = []
+        for spec in manifest.tensors:
+            given = (spec.name, str(TORCH_DTYPES[spec.dtype]).removeprefix("torch."), tuple(spec.shape))
+            own = self.known.get(spec.name)
+            if own is None:
+                found.append(f"the model has no parameter {spec.name}")
+            elif own[1:] != given[1:]:
+                found.append(f"{spec.name} comes as {given[1]} {given[2]}, not {own[1]} {own[2]}")
+        return found
+
+
+def read_outline(path: str, *, dtype: str, max_model_len: int | None) -> Outline:
+    """Read configuration and tokenizer of a folder or of the hub. ValueError where the asked length does not fit."""
+    config = AutoConfig.from_pretrained(path)
+    wanted = getattr(torch, dtype) if dtype != "auto" else (getattr(config, "dtype", None) or torch.float32)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=wanted)
+    listed = Weights(model).describe()
+    by_id = {id(one): row for one, row in zip(model.parameters(), listed, strict=True)}
+    tokenizer = read_tokenizer(path)
+    return Outline(
+        max_model_len=chosen_length(getattr(config, "max_position_embeddings", None), asked=max_model_len),
+        vocab_size=model.get_input_embeddings().num_embeddings,
+        end_ids=end_ids_of([config, read_generation_config(path), tokenizer]),
+        tokenizer=tokenizer,
+        listed=listed,
+        known={name: by_id[id(one)] for name, one in model.named_parameters(remove_duplicate=False)},
+    )
+
+
+def read_tokenizer(path: str) -> Any | None:
+    """None where there is none: then there is no text, and there are no stop strings."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError):
+        return None
+
+
+def read_generation_config(path: str) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return None
+
+
+def chosen_length(limit: int | None, *, asked: int | None) -> int:
+    """The asked length, else the model's own; ValueError where neither is there or it is over the model's."""
+    if asked is not None and limit is not None and asked > limit:
+        raise ValueError(f"max_model_len {asked} is over the {limit} positions of the model")
+    chosen = asked if asked is not None else limit
+    if chosen is None:
+        raise ValueError("the model names no longest length: set max_model_len")
+    return chosen
+
+
+def end_ids_of(sources: Iterable[object]) -> frozenset[int]:
+    """Every end-of-sequence id that one of them names."""
+    ids: set[int] = set()
+    for source in sources:
+        named = getattr(source, "eos_token_id", None)
+        ids.update([named] if isinstance(named, int) else named or ())
+    return frozenset(ids)
