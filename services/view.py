@@ -62,7 +62,8 @@ def line(status: protos.ConductorStatusReply, rates: Rates) -> str:
 def panel(status: protos.ConductorStatusReply, rates: Rates) -> RenderableType:
     """The live view: progress, reward curve, metrics, queue, services."""
     title = f"{status.run_folder.rsplit('/', 1)[-1]}: {status.state}"
-    parts = (Text(line(status, rates)), curve(rates), metrics_line(status), queue_line(status), services_table(status))
+    figures = (Text(line(status, rates)), curve(rates), metrics_line(status), mismatch_line(status))
+    parts = (*figures, queue_line(status), services_table(status))
     return Panel(Group(*parts), title=title, title_align="left")
 
 
@@ -86,6 +87,12 @@ def metrics_line(status: protos.ConductorStatusReply) -> Text:
     return text
 
 
+def mismatch_line(status: protos.ConductorStatusReply) -> Text:
+    """How far the logprobs of each rollout server are from the trainer's."""
+    known = [service for service in status.services if service.HasField("logprob_diff_mean")]
+    return Text("logprob diff  " + "  ".join(f"{one.name} {one.logprob_diff_mean:.3g}" for one in known))
+
+
 def kl_style(value: float) -> str:
     return "red" if value > KL_ALARM else "yellow" if value > KL_HEALTHY else ""
 
@@ -100,11 +107,9 @@ def queue_line(status: protos.ConductorStatusReply) -> Text:
 
 
 def services_table(status: protos.ConductorStatusReply) -> Table:
-    columns = ("service", "state", "version", "in hand", "logprob diff", "heartbeat", "address")
-    table = Table(*columns, box=None, pad_edge=False)
+    table = Table("service", "state", "version", "in hand", "heartbeat", "address", box=None, pad_edge=False)
     for service in status.services:
         version = str(service.policy_version) if service.role in ("rollout", "trainer") else ""
         age = f"{service.heartbeat_age_seconds:.1f} s ago" if service.address else ""
-        diff = f"{service.logprob_diff_mean:.3g}" if service.HasField("logprob_diff_mean") else ""
-        table.add_row(service.name, service.state, version, str(service.in_hand or ""), diff, age, service.address)
+        table.add_row(service.name, service.state, version, str(service.in_hand or ""), age, service.address)
     return table
