@@ -100,6 +100,16 @@ class Engine(Protocol):
     async def resume(self) -> None:
         """Go on after `pause`."""
 
+    async def sleep(self) -> None:
+        """Give the device's memory back: no token is sampled until `wake`, and the KV cache is gone.
+
+        Unfinished samples keep their tokens, where the engine can; ValueError where it cannot, or cannot sleep at all.
+        A push may be opened and arrive meanwhile; it is swapped in after `wake`.
+        """
+
+    async def wake(self) -> None:
+        """Take the memory again, with the weights of before, and go on."""
+
     @property
     def receivers(self) -> int:
         """Processes that receive weights: the ranks that the engine takes in a broadcast."""

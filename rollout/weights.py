@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,7 +46,7 @@ class Incoming:
         try:
             sums = receive()
         except Exception as error:  # handed to whoever waits: the thread has nobody else to tell
-            self._end(lambda: self.arrived.set_exception(error))
+            self._end(partial(self.arrived.set_exception, error))
         else:
             self._end(lambda: self.arrived.set_result(sums))
 
@@ -81,6 +82,8 @@ class Receiver:
         deadline = time.monotonic() + request.deadline_seconds
 
         def receive() -> list[int]:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # of this thread
             self._fill(request, plan, buffers, rank_offset=rank_offset)
             return checksums(buffers)
 
@@ -103,6 +106,11 @@ class Receiver:
     def taken(self) -> None:
         """The engine has the version; staging memory is kept for the next one."""
         self._incoming = None
+
+    def release(self) -> None:
+        """Give staging memory back, unless a push is open; the next push takes new."""
+        if self._incoming is None:
+            self._manifest_hash, self._buffers = "", []
 
     def drop(self) -> None:
         """Forget what was under way, and the group, which is in an unknown state. Unknown, too, is what writes later

@@ -15,9 +15,10 @@ import grpc
 import protos
 from protos.buckets import weights_hash
 from services.faults import fault
+from services.sleeping import Sleeping
 
 if TYPE_CHECKING:
-    from rollout.engine import Engine, UpdateMode
+    from rollout.engine import UpdateMode
 
 logger = logging.getLogger(__name__)
 GRACE_SECONDS = 2.0
@@ -35,11 +36,8 @@ MODES: dict[int, UpdateMode] = {
 }
 
 
-class Receiving:
-    """Mixed into the rollout service, whose engine receives."""
-
-    name: str
-    engine: Engine
+class Receiving(Sleeping):
+    """Mixed into the rollout service, whose engine receives, also while it sleeps."""
 
     def start_receiving(self, update_mode: UpdateMode) -> None:
         self.has_version = False
@@ -83,7 +81,9 @@ class Receiving:
         await self._arrive(request, context)
         arrived = time.monotonic()
         mode = MODES.get(request.update_mode, self._update_mode)
-        stall_seconds = await self.engine.swap(request.policy_version, mode)
+        async with self.turning:
+            await self.rouse()
+            stall_seconds = await self.engine.swap(request.policy_version, mode)
         self.has_version, self._open = True, None
         self.weights_hash = weights_hash(opened.manifest.hash, request.checksums)
         return protos.CommitPushReply(transfer_seconds=arrived - began, swap_seconds=stall_seconds)

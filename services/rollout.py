@@ -59,6 +59,7 @@ class RolloutService(Worker, Receiving, protos.RolloutServicer):
         self.engine: Engine = await self.load(self._load)
         await self.engine.start()
         self.identity.capabilities.extend((f"engine:{config.engine}", *reach_of_engine(self.engine).capabilities()))
+        self.start_awake()
         self.start_receiving(config.update_mode)
         self._jobs: dict[int, Job] = {}
         self._ids = itertools.count(1)
@@ -228,11 +229,12 @@ class RolloutService(Worker, Receiving, protos.RolloutServicer):
         return protos.RolloutStatusReply(
             name=self.name,
             engine=self.config.rollout.engine,
-            serving=self.has_version and self.engine.healthy,
+            serving=self.has_version and self.engine.healthy and not self.asleep,
             policy_version=self.engine.policy_version,
             num_running=len(self._jobs),
             num_tokens=self._num_tokens,
             weights_hash=self.weights_hash,
+            asleep=self.asleep,
         )
 
 

@@ -259,6 +259,46 @@ class ResumeReply(google.protobuf.message.Message):
 Global___ResumeReply: typing_extensions.TypeAlias = ResumeReply
 
 @typing.final
+class SleepRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___SleepRequest: typing_extensions.TypeAlias = SleepRequest
+
+@typing.final
+class SleepReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___SleepReply: typing_extensions.TypeAlias = SleepReply
+
+@typing.final
+class WakeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___WakeRequest: typing_extensions.TypeAlias = WakeRequest
+
+@typing.final
+class WakeReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___WakeReply: typing_extensions.TypeAlias = WakeReply
+
+@typing.final
 class RolloutStatusRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -279,6 +319,7 @@ class RolloutStatusReply(google.protobuf.message.Message):
     NUM_RUNNING_FIELD_NUMBER: builtins.int
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     WEIGHTS_HASH_FIELD_NUMBER: builtins.int
+    ASLEEP_FIELD_NUMBER: builtins.int
     name: builtins.str
     """as in Identity"""
     engine: builtins.str
@@ -293,6 +334,8 @@ class RolloutStatusReply(google.protobuf.message.Message):
     """tokens generated since start"""
     weights_hash: builtins.str
     """names the weights in use: sha256 over manifest and bucket checksums"""
+    asleep: builtins.bool
+    """has given its device's memory back"""
     def __init__(
         self,
         *,
@@ -303,7 +346,8 @@ class RolloutStatusReply(google.protobuf.message.Message):
         num_running: builtins.int = ...,
         num_tokens: builtins.int = ...,
         weights_hash: builtins.str = ...,
+        asleep: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["engine", b"engine", "name", b"name", "num_running", b"num_running", "num_tokens", b"num_tokens", "policy_version", b"policy_version", "serving", b"serving", "weights_hash", b"weights_hash"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asleep", b"asleep", "engine", b"engine", "name", b"name", "num_running", b"num_running", "num_tokens", b"num_tokens", "policy_version", b"policy_version", "serving", b"serving", "weights_hash", b"weights_hash"]) -> None: ...
 
 Global___RolloutStatusReply: typing_extensions.TypeAlias = RolloutStatusReply

@@ -65,6 +65,16 @@ class RolloutStub(object):
                 request_serializer=rollout__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=rollout__pb2.ResumeReply.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/offbeat.v1.Rollout/Sleep',
+                request_serializer=rollout__pb2.SleepRequest.SerializeToString,
+                response_deserializer=rollout__pb2.SleepReply.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/offbeat.v1.Rollout/Wake',
+                request_serializer=rollout__pb2.WakeRequest.SerializeToString,
+                response_deserializer=rollout__pb2.WakeReply.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/offbeat.v1.Rollout/Status',
                 request_serializer=rollout__pb2.RolloutStatusRequest.SerializeToString,
@@ -117,6 +127,20 @@ class RolloutServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Give the device's memory back: nothing is decoded until Wake, or until a push is committed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Take the memory again and go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """What the server does at this instant.
         """
@@ -156,6 +180,16 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=rollout__pb2.ResumeRequest.FromString,
                     response_serializer=rollout__pb2.ResumeReply.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=rollout__pb2.SleepRequest.FromString,
+                    response_serializer=rollout__pb2.SleepReply.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=rollout__pb2.WakeRequest.FromString,
+                    response_serializer=rollout__pb2.WakeReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -325,6 +359,60 @@ class Rollout(object):
             '/offbeat.v1.Rollout/Resume',
             rollout__pb2.ResumeRequest.SerializeToString,
             rollout__pb2.ResumeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/offbeat.v1.Rollout/Sleep',
+            rollout__pb2.SleepRequest.SerializeToString,
+            rollout__pb2.SleepReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/offbeat.v1.Rollout/Wake',
+            rollout__pb2.WakeRequest.SerializeToString,
+            rollout__pb2.WakeReply.FromString,
             options,
             channel_credentials,
             insecure,

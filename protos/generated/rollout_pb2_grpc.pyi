@@ -122,6 +122,38 @@ _RolloutResumeType = typing_extensions.TypeVar(
     ],
 )
 
+_RolloutSleepType = typing_extensions.TypeVar(
+    '_RolloutSleepType',
+    grpc.UnaryUnaryMultiCallable[
+        rollout_pb2.SleepRequest,
+        rollout_pb2.SleepReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        rollout_pb2.SleepRequest,
+        rollout_pb2.SleepReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        rollout_pb2.SleepRequest,
+        rollout_pb2.SleepReply,
+    ],
+)
+
+_RolloutWakeType = typing_extensions.TypeVar(
+    '_RolloutWakeType',
+    grpc.UnaryUnaryMultiCallable[
+        rollout_pb2.WakeRequest,
+        rollout_pb2.WakeReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        rollout_pb2.WakeRequest,
+        rollout_pb2.WakeReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        rollout_pb2.WakeRequest,
+        rollout_pb2.WakeReply,
+    ],
+)
+
 _RolloutStatusType = typing_extensions.TypeVar(
     '_RolloutStatusType',
     grpc.UnaryUnaryMultiCallable[
@@ -138,7 +170,7 @@ _RolloutStatusType = typing_extensions.TypeVar(
     ],
 )
 
-class RolloutStub(typing.Generic[_RolloutGenerateType, _RolloutBeginPushType, _RolloutCommitPushType, _RolloutAbortPushType, _RolloutPauseType, _RolloutResumeType, _RolloutStatusType]):
+class RolloutStub(typing.Generic[_RolloutGenerateType, _RolloutBeginPushType, _RolloutCommitPushType, _RolloutAbortPushType, _RolloutPauseType, _RolloutResumeType, _RolloutSleepType, _RolloutWakeType, _RolloutStatusType]):
     @typing.overload
     def __init__(self: RolloutStub[
         grpc.StreamStreamMultiCallable[
@@ -164,6 +196,14 @@ class RolloutStub(typing.Generic[_RolloutGenerateType, _RolloutBeginPushType, _R
         grpc.UnaryUnaryMultiCallable[
             rollout_pb2.ResumeRequest,
             rollout_pb2.ResumeReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            rollout_pb2.SleepRequest,
+            rollout_pb2.SleepReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            rollout_pb2.WakeRequest,
+            rollout_pb2.WakeReply,
         ],
         grpc.UnaryUnaryMultiCallable[
             rollout_pb2.RolloutStatusRequest,
@@ -198,6 +238,14 @@ class RolloutStub(typing.Generic[_RolloutGenerateType, _RolloutBeginPushType, _R
             rollout_pb2.ResumeReply,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            rollout_pb2.SleepRequest,
+            rollout_pb2.SleepReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            rollout_pb2.WakeRequest,
+            rollout_pb2.WakeReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             rollout_pb2.RolloutStatusRequest,
             rollout_pb2.RolloutStatusReply,
         ],
@@ -220,6 +268,12 @@ class RolloutStub(typing.Generic[_RolloutGenerateType, _RolloutBeginPushType, _R
 
     Resume: _RolloutResumeType
     """Go on with every sample where it stood."""
+
+    Sleep: _RolloutSleepType
+    """Give the device's memory back: nothing is decoded until Wake, or until a push is committed."""
+
+    Wake: _RolloutWakeType
+    """Take the memory again and go on."""
 
     Status: _RolloutStatusType
     """What the server does at this instant."""
@@ -248,6 +302,14 @@ RolloutAsyncStub: typing_extensions.TypeAlias = RolloutStub[
     grpc.aio.UnaryUnaryMultiCallable[
         rollout_pb2.ResumeRequest,
         rollout_pb2.ResumeReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        rollout_pb2.SleepRequest,
+        rollout_pb2.SleepReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        rollout_pb2.WakeRequest,
+        rollout_pb2.WakeReply,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         rollout_pb2.RolloutStatusRequest,
@@ -303,6 +365,22 @@ class RolloutServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[rollout_pb2.ResumeReply, collections.abc.Awaitable[rollout_pb2.ResumeReply]]:
         """Go on with every sample where it stood."""
+
+    @abc.abstractmethod
+    def Sleep(
+        self,
+        request: rollout_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rollout_pb2.SleepReply, collections.abc.Awaitable[rollout_pb2.SleepReply]]:
+        """Give the device's memory back: nothing is decoded until Wake, or until a push is committed."""
+
+    @abc.abstractmethod
+    def Wake(
+        self,
+        request: rollout_pb2.WakeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rollout_pb2.WakeReply, collections.abc.Awaitable[rollout_pb2.WakeReply]]:
+        """Take the memory again and go on."""
 
     @abc.abstractmethod
     def Status(

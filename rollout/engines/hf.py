@@ -130,6 +130,15 @@ class HfEngine(InProcessPush):
         """Go on after `pause`."""
         await self._ask(self._thread.resume)
 
+    async def sleep(self) -> None:
+        """Model to the host, KV slots and staging memory freed; on a CPU it only stops decoding."""
+        self._receiver.release()
+        await self._ask(self._core.sleep)
+
+    async def wake(self) -> None:
+        """Model to the device; what was under way is prefilled again and goes on."""
+        await self._ask(self._core.wake)
+
     async def load_weights(self, version: int, tensors: "Iterable[tuple[str, Tensor]]", mode: UpdateMode) -> None:
         """Swap weights between two tokens; see `Engine.swap`. Works while paused."""
         given = list(tensors)

@@ -154,6 +154,17 @@ class SlotCache(Cache):
         for layer in self.slots:
             layer.is_initialized = False
 
+    def release(self) -> None:
+        """Drop what is stored, and its memory."""
+        self.forget()
+        for layer in self.slots:
+            layer.keys = layer.values = torch.empty(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of keys and values."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.slots if layer.keys is not None)
+
 
 def _rounded(length: int) -> int:
     return -(-length // 16) * 16

@@ -54,13 +54,14 @@ class HfCore:
         self._table = RowTable(max_rows=max_num_seqs, device=self.device)
         self._waiting: deque[Row] = deque()
         self._arrivals = 0
+        self._asleep = False
         self._is_eos_V = torch.zeros(model.get_input_embeddings().num_embeddings, dtype=torch.bool, device=self.device)
         self._is_eos_V[[token for token in eos_ids if token < len(self._is_eos_V)]] = True
 
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._waiting or self._table.rows)
+        return not self._asleep and bool(self._waiting or self._table.rows)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests that `check_request` has passed."""
@@ -99,6 +100,24 @@ class HfCore:
             row.begin_version(version, at=count)
         if mode == "recompute" and self._table.rows:
             self._recompute()
+
+    def sleep(self) -> None:
+        """Bring the model to the CPU and give the memory of device and KV slots back; samples keep their tokens."""
+        self._asleep = True
+        self._cache.release()
+        self.model.to("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Bring the model back; samples under way are prefilled again."""
+        if not self._asleep:
+            return
+        self.model.to(self.device)
+        self._asleep = False
+        if self._table.rows:
+            with torch.inference_mode():
+                self._recompute()
 
     def parameters(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """(name, dtype, shape) of each parameter; tied ones once."""

@@ -243,3 +243,20 @@ def test_logits_that_are_not_finite_are_an_error_and_not_a_sample(build_model: C
     core.submit([request(0)])
     with pytest.raises(RuntimeError, match="not finite"):
         drain(core)
+
+
+def test_sleep_frees_the_slots_and_what_was_under_way_goes_on_after_it(build_model: Callable[..., Any]) -> None:
+    asked = [request(at, prompt, max_tokens=12) for at, prompt in enumerate(PROMPTS)]
+    expected = run(make_core(build_model()), *asked)
+    core = make_core(build_model())
+    core.submit(asked)
+    done = [one for _ in range(4) for one in core.step()]
+    assert done == [] and core._cache.num_bytes > 0
+    core.sleep()
+    assert core._cache.num_bytes == 0 and not core.busy
+    core.wake()
+    found = drain(core)
+    assert found.keys() == expected.keys()
+    for at, one in found.items():
+        assert one.token_ids.tolist() == expected[at].token_ids.tolist()
+        np.testing.assert_allclose(one.logprobs, expected[at].logprobs, atol=1e-4)

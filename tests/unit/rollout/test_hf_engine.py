@@ -227,3 +227,42 @@ def test_the_check_at_start_passes_other_families_and_catches_a_wrong_cache(buil
     attention.layer_idx = 0  # now two layers write into one
     with pytest.raises(ValueError, match="cannot serve Qwen3ForCausalLM"):
         check_agreement(model)
+
+
+async def test_a_sleeping_engine_samples_nothing_and_goes_on_where_it_stood(
+    build_engine: Callable[..., HfEngine],
+) -> None:
+    undisturbed, engine = build_engine(), build_engine()
+    asked = [request(at, (3, 4, 5 + at), max_tokens=40, ignore_eos=True) for at in range(6)]
+    for one in (undisturbed, engine):
+        await one.start()
+        one.submit(asked)
+    await engine.sleep()
+    assert not engine._core.busy and not engine._core._cache.num_bytes
+    engine.submit([request(6)])
+    await engine.sleep()  # once more changes nothing
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await engine.finished()
+    await engine.wake()
+    expected, found = await collect(undisturbed, 6), await collect(engine, 7)
+    for at in range(6):
+        assert found[at].token_ids.tolist() == expected[at].token_ids.tolist()
+        np.testing.assert_allclose(found[at].logprobs, expected[at].logprobs, atol=1e-4)
+    await undisturbed.close()
+    await engine.close()
+
+
+async def test_waking_does_not_end_a_pause(build_engine: Callable[..., HfEngine]) -> None:
+    engine = build_engine()
+    await engine.start()
+    await engine.pause()
+    engine.submit([request(0)])
+    await engine.sleep()
+    await engine.wake()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await engine.finished()
+    await engine.resume()
+    assert list(await collect(engine, 1)) == [0]
+    await engine.close()
