@@ -19,6 +19,8 @@ from services.launch import prepare_folder, run_processes
 def run_demo(overrides: list[str], *, engine: str | None = None, fresh: bool) -> int:
     """The whole demo; the last line printed is its summary as JSON."""
     chosen = [] if engine is None else [f"rollout.engine={engine}"]
+    if engine not in (None, "hf"):
+        chosen.append("launch.rollout_servers=1")  # it brings processes of its own, and two cores are few
     try:
         config = load_config("demo", [*chosen, *overrides])
         summary = demo(config, fresh=fresh)
