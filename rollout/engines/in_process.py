@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -13,14 +14,15 @@ from rollout.engine import UpdateMode
 from rollout.weights import Receiver
 
 
-class InProcessPush:
+class InProcessPush(ABC):
     """Mixed into an engine; the push part of `Engine`, by way of the engine's `load_weights`."""
 
     def start_receiving(self, device: torch.device) -> None:
         self._receiver = Receiver(device)
 
+    @abstractmethod
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]], mode: UpdateMode) -> None:
-        raise NotImplementedError
+        """What the engine does at a swap: between two tokens, all tensors or none."""
 
     @property
     def receivers(self) -> int:
