@@ -47,7 +47,7 @@ class VllmEngine:
         self._error: BaseException | None = None
         self._swapping = asyncio.Lock()
         self._deadline = 0.0
-        self._paused = self._weights_asleep = False
+        self._paused = self._weights_asleep = self._push_open = False
 
     @classmethod
     def from_pretrained(cls, path: str, config: RolloutConfig) -> "VllmEngine":
@@ -212,6 +212,7 @@ class VllmEngine:
         if mistakes:
             raise ValueError("weights refused: " + "; ".join(mistakes[:10]))
         self._deadline = time.monotonic() + request.deadline_seconds
+        self._push_open = True
         await self._workers().open(request.SerializeToString())
 
     async def await_push(self, checksums: Sequence[int]) -> None:
@@ -227,6 +228,7 @@ class VllmEngine:
                 await core.pause(clear_cache=mode == "recompute")
             began = time.monotonic()
             await self._install()
+            self._push_open = False
             await queue.turn(version, mode)
             if self._weights_asleep:
                 await core.llm.wake_up(tags=["kv_cache"])
@@ -239,6 +241,7 @@ class VllmEngine:
         """Forget an open push and its group in every worker; the weights in use stay."""
         async with self._swapping:
             await self._workers().drop()
+            self._push_open = False
 
     async def _install(self) -> None:
         """Weights that were half taken are no weights: the engine fails."""
@@ -253,23 +256,30 @@ class VllmEngine:
     # Sharing one card.
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the card's memory back: 1 keeps the weights in the host's memory, 2 forgets them.
+        """Give the cards' memory back: 1 keeps the weights in the host's memory, 2 forgets them.
 
-        Unfinished samples stay, and are prefilled again on waking. ValueError without vllm.enable_sleep_mode.
+        Unfinished samples stay, and are prefilled again on waking. On a CPU decoding only stops. ValueError on a card
+        without vllm.enable_sleep_mode.
         """
-        if not self._config.vllm.enable_sleep_mode:
-            raise ValueError("vllm.enable_sleep_mode is off")
+        if self.gpus and not self._config.vllm.enable_sleep_mode:
+            raise ValueError("sleep needs vllm.enable_sleep_mode")
         async with self._swapping:
             await self._running().pause(clear_cache=True)
-            await self._running().llm.sleep(level=level, mode="keep")
-            self._weights_asleep = level > 1
+            if not self._push_open:
+                await self._workers().release()
+            if self.gpus:
+                await self._running().llm.sleep(level=level, mode="keep")
+                self._weights_asleep = level > 1
 
     async def wake(self) -> None:
-        """Take the memory again. After level 2 there are no weights: decoding goes on with the next `swap`."""
+        """Take the memory again and go on; after level 2, which leaves no weights, with the next `swap`."""
         async with self._swapping:
-            await self._running().llm.wake_up(tags=["weights"] if self._weights_asleep else None)
+            if self.gpus:
+                await self._running().llm.wake_up(tags=["weights"] if self._weights_asleep else None)
             if self._paused:
                 await self._running().pause()
+            elif not self._weights_asleep:
+                await self._running().resume()
 
     # Failing.
 

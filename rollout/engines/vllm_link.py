@@ -4,6 +4,7 @@ vLLM serves its own calls between two decode steps; over this socket a push begi
 
 engine --OPEN request--> worker: join the group, receive --OPENED-->  --ARRIVED checksums-->
        --DROP---------->         forget it               --DROPPED-->
+       --RELEASE------->         free staging memory     --RELEASED-->
 """
 
 import json
@@ -36,6 +37,8 @@ class Kind(IntEnum):
     FAILED = 5
     DROP = 6
     DROPPED = 7
+    RELEASE = 8
+    RELEASED = 9
 
 
 def frame(kind: Kind, push: int, payload: bytes = b"") -> bytes:
@@ -46,9 +49,14 @@ def frame(kind: Kind, push: int, payload: bytes = b"") -> bytes:
 class Link:
     """Serves one receiver; the thread ends with the connection."""
 
-    def __init__(self, receiver: Receiver, *, rank: int, gpu: str, on_thread: Callable[[], None]) -> None:
-        """rank: of this receiver among the engine's. on_thread: what the thread does first."""
-        self._receiver, self._rank, self._on_thread = receiver, rank, on_thread
+    def __init__(
+        self, receiver: Receiver, *, rank: int, gpu: str, on_thread: Callable[[], None], forget: Callable[[], None]
+    ) -> None:
+        """rank: of this receiver among the engine's. on_thread: what the thread does first.
+
+        forget: called when staging memory goes, for whoever else still holds it.
+        """
+        self._receiver, self._rank, self._on_thread, self._forget = receiver, rank, on_thread, forget
         self._push: int | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(os.environ[PATH_VARIABLE])
@@ -78,7 +86,12 @@ class Link:
         elif kind == Kind.DROP:
             self._push = None
             self._receiver.drop()
+            self._forget()
             self._send(Kind.DROPPED, push)
+        elif kind == Kind.RELEASE:
+            self._receiver.release()
+            self._forget()
+            self._send(Kind.RELEASED, push)
 
     def _open(self, push: int, payload: bytes) -> bytes:
         try:

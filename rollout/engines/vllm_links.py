@@ -117,10 +117,17 @@ class Links:
 
     async def drop(self) -> None:
         """Every worker forgets the push."""
+        await self._tell(Kind.DROP, Kind.DROPPED)
+
+    async def release(self) -> None:
+        """Every worker gives its staging memory back. Not while a push is open."""
+        await self._tell(Kind.RELEASE, Kind.RELEASED)
+
+    async def _tell(self, kind: Kind, reply: Kind) -> None:
         self._push += 1
         for peer in self._peers.values():
-            peer.ask(Kind.DROP, self._push, b"", (Kind.DROPPED,))
-        await self._all(Kind.DROPPED, seconds=ANSWER_SECONDS)
+            peer.ask(kind, self._push, b"", (reply,))
+        await self._all(reply, seconds=ANSWER_SECONDS)
 
     async def close(self) -> None:
         """End all connections."""

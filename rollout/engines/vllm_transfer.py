@@ -57,12 +57,8 @@ class PushTransfer(WeightTransferEngine[PushInit, PushUpdate]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._receiver = Receiver(device)
+        self._installer = self._make_installer()
         self._link = self._connect() if PATH_VARIABLE in os.environ else None
-        if copies_plainly(model, device):
-            self._installer = Installer(model, load=model.load_weights)  # type: ignore[arg-type]  # vLLM's models have it
-        else:
-            reload = Reload(model, vllm_config.model_config)
-            self._installer = Installer(model, load=reload.load, finish=reload.finish)
 
     @property
     def rank(self) -> int:
@@ -93,6 +89,10 @@ class PushTransfer(WeightTransferEngine[PushInit, PushUpdate]):
             torch.cuda.synchronize(self.device)
         self._receiver.taken()
 
+    def forget(self) -> None:
+        """Hold on to staging memory no longer: the next push brings other memory."""
+        self._installer = self._make_installer()
+
     def shutdown(self) -> None:
         """Forget an open push and its group."""
         if self._link is not None:
@@ -110,6 +110,12 @@ class PushTransfer(WeightTransferEngine[PushInit, PushUpdate]):
         group: Group = trainer_args["group"]
         group.broadcast(buffers, deadline_seconds=trainer_args["deadline_seconds"])
 
+    def _make_installer(self) -> Installer:
+        if copies_plainly(self.model, self.device):
+            return Installer(self.model, load=self.model.load_weights)
+        reload = Reload(self.model, self.model_config)
+        return Installer(self.model, load=reload.load, finish=reload.finish)
+
     def _connect(self) -> Link:
         cuda = self.device.type == "cuda"
         return Link(
@@ -117,4 +123,5 @@ class PushTransfer(WeightTransferEngine[PushInit, PushUpdate]):
             rank=self.rank,
             gpu=gpu_of(self.device) if cuda else "",
             on_thread=(lambda: torch.cuda.set_device(self.device)) if cuda else (lambda: None),
+            forget=self.forget,
         )
