@@ -97,11 +97,20 @@ class ReferenceConfig(Section):
 
 
 class TinyConfig(Section):
-    """A small model made on the spot, where no model folder is given."""
+    """A model made on the spot, where no model folder is given."""
 
-    preset: Literal["demo", "gsm8k"] = Field(default="demo", description="size and tokenizer")
+    preset: Literal["demo", "gsm8k", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"] = Field(
+        default="demo",
+        description="size and tokenizer; qwen3: a real size, random weights in trainer.dtype, for benches",
+    )
     seed: int = Field(default=0, ge=0, description="seed of the weights and of the warm start")
     warm_start_steps: int = Field(default=0, ge=0, description="supervised steps on the run's own data; 0: none")
+
+    @model_validator(mode="after")
+    def _warm_start_fits(self) -> Self:
+        if self.warm_start_steps and self.preset.startswith("qwen3"):
+            raise ValueError(f"preset {self.preset} is for benches and has no warm start: set warm_start_steps=0")
+        return self
 
 
 class FleetMember(Section):

@@ -14,11 +14,16 @@ WARM_START_ROWS = 4096
 def make_start_model(config: Config) -> int:
     """Write the model and, where asked, warm-start it on the run's own training prompts; one that is there stays."""
     from rollout.datasets import load_rows
+    from trainer.shapes import make_shape
+    from trainer.tiny import SHAPES as SMALL
     from trainer.tiny import make_tiny_qwen3
 
     tiny, folder = config.tiny, Path(config.trainer.model)
     if tiny is None or (folder / "config.json").is_file():
         print(f"{folder}: nothing to make")
+        return 0
+    if tiny.preset not in SMALL:
+        make_shape(tiny.preset, folder, dtype=config.trainer.dtype, seed=tiny.seed)
         return 0
     scratch = folder.with_name(f"{folder.name}.tmp")
     make_tiny_qwen3(scratch, preset=tiny.preset, seed=tiny.seed)

@@ -7,11 +7,17 @@ from typing import Annotated
 
 import typer
 
+from services.bench.bed import FOLDER
+
 bench_app = typer.Typer(help="Measure, each figure beside its bare baseline.", no_args_is_help=True)
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
-Overrides = Annotated[list[str] | None, typer.Argument(help="settings of the recipe, e.g. rollout.enforce_eager=true")]
-Out = Annotated[Path | None, typer.Option(help="file for the JSON")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="settings of the recipe, e.g. rollout.threads=1")]
+Out = Annotated[Path | None, typer.Option(help="file for the JSON, written after each part")]
 Rounds = Annotated[int, typer.Option(help="measured rounds, after a warm-up")]
+Folder = Annotated[Path, typer.Option(help="where models (kept) and runs (made anew) lie")]
+Engine = Annotated[str, typer.Option(help="hf, vllm or sglang")]
+ShapeName = Annotated[str, typer.Option(help="model made on the spot: qwen3-0.6b, qwen3-1.7b, qwen3-4b or tiny")]
+Bare = Annotated[bool, typer.Option(help="measure the baselines too")]
 
 
 @bench_app.command("demo", context_settings=OVERRIDES)
@@ -24,20 +30,99 @@ def bench_demo(overrides: Overrides = None, out: Out = None) -> None:
 
 @bench_app.command("loop", context_settings=OVERRIDES)
 def bench_loop(
-    overrides: Overrides = None, recipe: str = "demo", steps: int = 110, rounds: Rounds = 3, out: Out = None
+    overrides: Overrides = None,
+    recipe: Annotated[str, typer.Option(help="a recipe of deploy/recipes or a YAML file")] = "demo",
+    shape: Annotated[
+        str, typer.Option(help="model made on the spot in place of the recipe's; empty: the recipe's")
+    ] = "",
+    modes: Annotated[
+        str, typer.Option(help="sync (max_staleness 0) and async (2), in the order of running")
+    ] = "sync,async",
+    steps: Annotated[int, typer.Option(help="optimizer steps of a run")] = 110,
+    warm_steps: Annotated[int, typer.Option(help="first steps that are not counted")] = 10,
+    rounds: Rounds = 3,
+    folder: Folder = FOLDER,
+    out: Out = None,
 ) -> None:
     """The whole loop, asynchronous against synchronous."""
+    from services.bench.loop import MODES, LoopWork
     from services.bench.loop import bench_loop as bench
 
-    _leave(bench(recipe, overrides or [], steps=steps, rounds=rounds, out=out))
+    chosen = tuple(modes.split(","))
+    if not set(chosen) <= set(MODES):
+        raise typer.BadParameter(f"--modes {modes}: there are {', '.join(MODES)}")
+    if not 0 <= warm_steps < steps:
+        raise typer.BadParameter(f"--warm-steps {warm_steps} leaves nothing of --steps {steps}")
+    work = LoopWork(recipe=recipe, shape=shape, modes=chosen, steps=steps, warm_steps=warm_steps, rounds=rounds)
+    _leave(bench(work, overrides or [], folder=folder, out=out))
 
 
-@bench_app.command("rollout")
-def bench_rollout(rounds: Rounds = 5, threads: int = 1, out: Out = None) -> None:
-    """The hf engine against transformers' own generate."""
+@bench_app.command("rollout", context_settings=OVERRIDES)
+def bench_rollout(
+    overrides: Overrides = None,
+    engine: Engine = "hf",
+    shape: Annotated[str, typer.Option(help="model made on the spot; hf without one: the engine alone, tiny")] = "",
+    samples: Annotated[int, typer.Option(help="samples of a round, all leased at once")] = 512,
+    group_size: Annotated[int, typer.Option(help="samples of each prompt")] = 8,
+    prompt_tokens: int = 128,
+    response_tokens: int = 256,
+    rounds: Rounds = 3,
+    threads: Annotated[int, typer.Option(help="of the engine alone")] = 1,
+    bare: Bare = True,
+    folder: Folder = FOLDER,
+    out: Out = None,
+) -> None:
+    """Tokens a second through the rollout service, beside the bare engine."""
+    if engine == "hf" and not shape:
+        from services.bench.generate import bench_generate
+
+        _leave(bench_generate(rounds=rounds, threads=threads, out=out))
+        return
+    from services.bench.rollout import RolloutWork
     from services.bench.rollout import bench_rollout as bench
 
-    _leave(bench(rounds=rounds, threads=threads, out=out))
+    if samples % group_size:
+        raise typer.BadParameter(f"--samples {samples} is no multiple of --group-size {group_size}")
+    work = RolloutWork(
+        engine=engine,
+        shape=shape or "qwen3-0.6b",
+        samples=samples,
+        group_size=group_size,
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens,
+        rounds=rounds,
+        bare=bare,
+    )
+    _leave(bench(work, overrides or [], folder=folder, out=out))
+
+
+@bench_app.command("push", context_settings=OVERRIDES)
+def bench_push(
+    overrides: Overrides = None,
+    engine: Engine = "vllm",
+    shape: ShapeName = "qwen3-0.6b",
+    rounds: Annotated[int, typer.Option(help="pushes of each half, after two to warm up")] = 20,
+    decoding: Annotated[int, typer.Option(help="samples in flight in the second half; 0 leaves it out")] = 256,
+    response_tokens: Annotated[int, typer.Option(help="of the samples in flight")] = 512,
+    pause_seconds: Annotated[float, typer.Option(help="between two pushes while decoding goes on")] = 0.2,
+    bare: Bare = True,
+    folder: Folder = FOLDER,
+    out: Out = None,
+) -> None:
+    """A push from begin to commit, idle and while decoding, beside a raw broadcast."""
+    from services.bench.push import PushWork
+    from services.bench.push import bench_push as bench
+
+    work = PushWork(
+        engine=engine,
+        shape=shape,
+        rounds=rounds,
+        decoding=decoding,
+        response_tokens=response_tokens,
+        pause_seconds=pause_seconds,
+        bare=bare,
+    )
+    _leave(bench(work, overrides or [], folder=folder, out=out))
 
 
 @bench_app.command("stream")

@@ -14,7 +14,7 @@ SHAPES = {"demo": (32, 8, 6, 5), "long": (64, 1, 12, 128)}
 """name -> (prompts, samples of each, prompt tokens, response tokens)."""
 
 
-def bench_rollout(*, rounds: int, threads: int, out: Path | None) -> int:
+def bench_generate(*, rounds: int, threads: int, out: Path | None) -> int:
     """Measure every shape; random weights of the demo's size, end token ignored so that both do the same work."""
     import torch
 

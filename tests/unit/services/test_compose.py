@@ -69,7 +69,7 @@ IN_FILE = [
     ("a value for a section", ("  preset: demo", "  7"), "r.yaml:1: tiny: Input should be a valid dictionary"),
     ("a value for a list", ("name: test", "name: [a]"), "r.yaml:4: run.name: Input should be a valid string"),
     ("a slash in the name", ("name: test", "name: a/b"), "r.yaml:4: run.name: String should match pattern"),
-    ("unknown preset", ("preset: demo", "preset: huge"), "r.yaml:2: tiny.preset: Input should be 'demo' or 'gsm8k'"),
+    ("unknown preset", ("preset: demo", "preset: huge"), "r.yaml:2: tiny.preset: Input should be 'demo', 'gsm8k'"),
     ("unknown source", ("type: arithmetic", "type: web"), "r.yaml:9: data.type: Input should be 'arithmetic', 'gsm8k'"),
     ("missing key", ("  num_steps: 4\n", ""), "r.yaml:3: run.num_steps: is required"),
     ("missing section", ("data:\n  type: arithmetic\n", ""), "r.yaml:1: data: is required"),
