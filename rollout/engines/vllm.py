@@ -144,7 +144,7 @@ class VllmEngine:
         if self._queue is not None:
             await self._queue.close()
         if self._core is not None:
-            await asyncio.to_thread(self._core.llm.shutdown)
+            await self._core.close()
         if self._links is not None:
             await self._links.close()
 

@@ -67,6 +67,12 @@ class VllmCore:
         state = self.llm.output_processor.request_states.get(key)
         return None if state is None else int(state.detokenizer.num_output_tokens())
 
+    async def close(self) -> None:
+        """End vLLM's processes."""
+        if self.llm.output_handler is not None:
+            self.llm.output_handler.cancel()  # it would log the end of its engine as an error
+        await asyncio.to_thread(self.llm.shutdown)
+
     async def abort(self, keys: Sequence[str]) -> None:
         """End requests by their key in the engine; those that are collected come out with their tokens so far."""
         if keys:
