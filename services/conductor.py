@@ -45,6 +45,7 @@ from services.ledger import Ledger
 from services.recovery import recover
 from services.referring import Referring
 from services.roster import Member, Roster, Stage
+from services.sharing import Sharing
 from services.status import status_of
 from services.training import Training
 
@@ -125,6 +126,14 @@ class Conductor(Actor):
             on_end=self.stream_ended,
         )
         self.referring = Referring(self.book, post=self.post, on_quarantine=self.quarantine, on_end=self.stream_ended)
+        self.sharing = Sharing(
+            self.book,
+            on=self.config.launch.time_sharing,
+            members=lambda: self.roster.of("rollout"),
+            post=self.post,
+            tell=self.journalist.tell,
+            on_problem=self.unturned,
+        )
         self.generation = Generation(
             self.book,
             sampling=self.config.sampling(),
@@ -144,6 +153,7 @@ class Conductor(Actor):
             self.book,
             self.ledger,
             self.config.rules(),
+            sharing=self.sharing,
             push_seconds=self.config.push.deadline_seconds,
             members=lambda: self.roster.of("rollout"),
             incarnation=lambda: self.incarnation,
@@ -193,6 +203,7 @@ class Conductor(Actor):
         await self.training.pump()
         self.judging.pump()
         self.referring.pump()
+        self.sharing.pump()
         if not self.paused:
             self.generation.pump()
         if self.book.accepted:
@@ -202,7 +213,7 @@ class Conductor(Actor):
 
     async def finish(self) -> None:
         """Close the streams and the ledger; what was in hand is found again at the next start."""
-        for stage in (self.generation, self.judging, self.referring, self.training):
+        for stage in (self.generation, self.judging, self.referring, self.training, self.sharing):
             await stage.close()
         self.journalist.summarize(self.status(), num_tokens=self.generation.num_tokens)
 
@@ -224,9 +235,9 @@ class Conductor(Actor):
         return self.book.outstanding + run.group_size <= bound and len(self.book.groups) < needed
 
     def serves(self, name: str) -> bool:
-        """A rollout server takes leases once it has the version that the trainer pushed last."""
+        """A rollout server takes leases once it has the version that the trainer pushed last, and its card."""
         member = self.roster.members.get(name)
-        if member is None or member.evicted:
+        if member is None or member.evicted or not self.sharing.may_lease(member):
             return False
         return member.has_version and member.policy_version >= self.book.pushed_version
 
@@ -239,6 +250,7 @@ class Conductor(Actor):
 
     def reported(self, report: protos.StepReport, batch: Batch) -> None:
         self.journalist.step(report, batch)
+        self.sharing.trained(report.step)
         for name, reason in self.health.judge(report, batch).items():
             self.evict(name, reason)
 
@@ -248,6 +260,7 @@ class Conductor(Actor):
             member = self.roster.members.get(name)
             if member is not None:
                 member.policy_version, member.has_version = push.policy_version, True
+                self.sharing.pushed(member)
         for name, reason in push.failed.items():
             self.lose(name, f"push failed: {reason}")
         self.book.push(push.policy_version)
@@ -306,6 +319,15 @@ class Conductor(Actor):
         self._changes.append((member, False))
         if not any(self.roster.of("rollout")):
             self.journalist.tell("warning", self.name, "the run stands: every rollout server was taken out of rotation")
+
+    def unturned(self, member: Member, problem: PeerError) -> None:
+        """A rollout server has not slept or woken as it should: one that cannot gets no work, others may join again."""
+        if self.roster.members.get(member.name) is not member:
+            return
+        if problem.code is grpc.StatusCode.FAILED_PRECONDITION:
+            self.evict(member.name, str(problem))
+        else:
+            self.lose(member.name, str(problem))
 
     def stream_ended(self, name: str, reason: str) -> None:
         """The stream to a server has broken: it is lost, unless it has joined anew and waits for its next stream."""

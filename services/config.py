@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -146,6 +146,16 @@ class LaunchConfig(Section):
         description="the trainer takes the first so many GPUs of this box, each rollout server its own next ones; null:"
         " one, where the box has enough for all, else all services share what there is",
     )
+    share_gpu: bool = Field(
+        default=False,
+        description="trainer and rollout servers are placed on the same GPUs, also where there are more; one GPU is"
+        " always shared",
+    )
+    time_sharing: bool = Field(
+        default=False,
+        description="who shares a GPU takes turns: rollout servers sleep while the trainer works; needs"
+        " run.max_staleness=0 and trainer.offload",
+    )
     gpus: dict[str, tuple[int, ...]] = Field(
         default_factory=dict,
         description="GPUs, counted from 0, by role or service, e.g. {trainer: [0], rollout: [1, 2], rollout-2: [0]};"
@@ -214,7 +224,7 @@ class Config(Section):
         return problems
 
     def _problems(self) -> list[str]:
-        run, algorithm = self.run, self.trainer.algorithm
+        run, launch, algorithm = self.run, self.launch, self.trainer.algorithm
         batch = run.prompts_per_step * run.group_size
         sizes = [(member.count, self.rollout_of(member).max_num_seqs) for member in self.fleet]
         credit = sum(2 * count * max_num_seqs for count, max_num_seqs in sizes)
@@ -242,7 +252,24 @@ class Config(Section):
             "rollout.sampling.temperature=0 draws the same sample for a whole group"
             if sampling.temperature == 0
             else "",
+            "launch.share_gpu and launch.gpus both place services: say one" if launch.share_gpu and launch.gpus else "",
+            *(self._time_sharing_problems() if launch.time_sharing else ()),
         ]
+
+    def _time_sharing_problems(self) -> Iterator[str]:
+        """What keeps a card from changing hands."""
+        if self.run.max_staleness:
+            yield (
+                f"launch.time_sharing generates or trains, never both: run.max_staleness={self.run.max_staleness} would"
+                " let one run ahead of the other, set 0"
+            )
+        if self.trainer.offload == "none":
+            yield "launch.time_sharing with trainer.offload=none: the trainer would keep its memory, set all"
+        switches = {"vllm": "enable_sleep_mode", "sglang": "enable_memory_saver"}
+        for settings in map(self.rollout_of, self.fleet):
+            switch = switches.get(settings.engine)
+            if switch is not None and not getattr(getattr(settings, settings.engine), switch):
+                yield f"launch.time_sharing: the engine {settings.engine} sleeps only with {settings.engine}.{switch}"
 
     # What the conductor needs of it.
 

@@ -62,6 +62,8 @@ def automatic(config: Config, available: int) -> dict[str, tuple[int, ...]]:
     Where they do not suffice all services share them, unless launch.trainer_gpus asks for more than there is.
     """
     wanted = [seat for seat in seats(config) if seat.count]
+    if config.launch.share_gpu:
+        return together(wanted, available)
     needed = sum(seat.count for seat in wanted)
     if needed > available:
         if config.launch.trainer_gpus is not None:
@@ -80,6 +82,15 @@ def automatic(config: Config, available: int) -> dict[str, tuple[int, ...]]:
     if "trainer" in found:
         found |= {seat.name: found["trainer"] for seat in seats(config) if seat.role == "reference"}
     return found
+
+
+def together(wanted: list[Seat], available: int) -> dict[str, tuple[int, ...]]:
+    """All on the first cards; without any, on CPUs. ConfigError where one service takes more than there are."""
+    most = max((seat.count for seat in wanted), default=0)
+    if most > available > 0:
+        names = ", ".join(seat.name for seat in wanted if seat.count == most)
+        raise ConfigError([f"launch.share_gpu: {names} takes {most} GPUs and this box has {available}"])
+    return {seat.name: tuple(range(seat.count)) for seat in wanted} if available else {}
 
 
 def asked(config: Config, available: int) -> Iterator[tuple[str, tuple[int, ...]]]:

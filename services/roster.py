@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import protos
 
 MISSED_BEATS = 3
+Card = Literal["unknown", "asked", "awake", "asleep"]
 
 
 class Stage(Protocol):
@@ -45,6 +46,8 @@ class Member:
     """Rollout: all leases of this membership have larger numbers."""
     logprob_diff_mean: float | None = None
     """Rollout: of the last step with samples of it, nats."""
+    card: Card = "unknown"
+    """Rollout, with time sharing: whether it holds its device's memory; asked: it was told to change that."""
 
 
 class Roster:

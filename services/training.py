@@ -16,6 +16,7 @@ from services.faults import fault
 from services.ledger import Ledger
 from services.link import Link
 from services.roster import Member
+from services.sharing import Sharing
 
 logger = logging.getLogger(__name__)
 TrainerLink = Link[protos.TrainRequest, protos.TrainReply]
@@ -42,6 +43,7 @@ class Training:
         ledger: Ledger,
         rules: Rules,
         *,
+        sharing: Sharing,
         push_seconds: float,
         members: Callable[[], Iterable[Member]],
         incarnation: Callable[[], int],
@@ -54,6 +56,7 @@ class Training:
         self.book = book
         self.ledger = ledger
         self.rules = rules
+        self.sharing = sharing
         self.link: TrainerLink | None = None
         self.ready = False
         """The trainer has synchronized the rollout servers since it joined: it may be fed."""
@@ -70,6 +73,9 @@ class Training:
         self._replay_until = 0
         self._joined_version = 0
         self._sync_wanted = asyncio.Event()
+        self._syncing = False
+        self._idle = asyncio.Event()
+        """With time sharing: the trainer has no batch whose push is still to come."""
         self._sync_task: asyncio.Task[None] | None = None
 
     # Membership.
@@ -90,6 +96,8 @@ class Training:
             on_reply=lambda link, reply: self._post(lambda: self._replied(link, reply)),
             on_end=lambda link, reason: self._post(lambda: self._ended(link, reason)),
         )
+        self._syncing = False
+        self._idle.set()
         self._sync_task = asyncio.create_task(self._sync_when_wanted(self.link), name="sync-rollouts")
         self.want_sync()
 
@@ -115,7 +123,10 @@ class Training:
         stub = protos.TrainerStub(link.channel)
         while True:
             await self._sync_wanted.wait()
+            while not self._idle.is_set():  # a push would wake servers in the middle of a step
+                await self._idle.wait()
             self._sync_wanted.clear()
+            self._syncing = True
             servers = [self._address(member) for member in self._members()]
             request = protos.SyncRolloutsRequest(servers=servers, whole_membership=True)
             try:
@@ -128,12 +139,14 @@ class Training:
             except PeerError as error:
                 logger.warning("synchronizing the rollout servers failed", extra={"facts": {"why": error}})
                 await asyncio.sleep(0.2)
+                self._syncing = False
                 self._sync_wanted.set()
                 continue
             self._post(lambda: self._synchronized(reply.push))  # noqa: B023 - posted before the next turn
 
     def _address(self, member: Member) -> protos.RolloutAddress:
-        current = member.has_version and member.policy_version >= self.book.pushed_version
+        newest = max(self.book.pushed_version, self._joined_version)  # a push may have died with its trainer
+        current = member.has_version and member.policy_version >= newest
         return protos.RolloutAddress(
             name=member.name,
             address=member.address,
@@ -142,7 +155,7 @@ class Training:
         )
 
     def _synchronized(self, push: protos.PushReport) -> None:
-        self.ready = True
+        self.ready, self._syncing = True, False
         self._on_push(push)
 
     def _ended(self, link: TrainerLink, reason: str) -> None:
@@ -153,6 +166,8 @@ class Training:
 
     async def pump(self) -> None:
         """Form what can be formed, make it durable, send it."""
+        if self._push_was_lost():
+            self.want_sync()
         formed = False
         while len(self.book.batches) < BATCHES_AHEAD and (groups := self._next_groups()):
             batch = self.book.record(self.book.recorded_step + 1, groups)
@@ -166,8 +181,12 @@ class Training:
     def _send(self) -> None:
         if self.link is None or not self.ready:
             return
-        for step in self._unsent:
+        while self._unsent:
+            step = self._unsent[0]
             batch = self.book.batches.get(step)
+            if batch is not None and not self._may_send(step):
+                return
+            del self._unsent[0]
             if batch is None:  # trained meanwhile: an earlier stream had sent it
                 continue
             if len(batch.trajectories) != len(batch.keys):
@@ -179,7 +198,16 @@ class Training:
                 replay=step <= self._replay_until,
             )
             self.link.send(protos.TrainRequest(batch=message))
-        self._unsent.clear()
+            if self.sharing.on:
+                self._idle.clear()
+
+    def _may_send(self, step: int) -> bool:
+        return not self.sharing.on or (not self._syncing and self.sharing.may_train(step))
+
+    def _push_was_lost(self) -> bool:
+        """With time sharing all waits for the report of a push; one that was told to a broken stream is asked for."""
+        told = not self._idle.is_set() or self._syncing
+        return self.ready and self.sharing.trains and not self.book.batches and not told
 
     def _next_groups(self) -> list[Group]:
         """The oldest complete groups that the next step may train on; empty while there are too few."""
@@ -214,6 +242,7 @@ class Training:
             if batch is not None and self.book.train(reply.report.step):
                 self._on_report(reply.report, batch)
         if reply.HasField("push"):
+            self._idle.set()
             self._on_push(reply.push)
         if reply.HasField("checkpoint"):
             self._on_checkpoint(reply.checkpoint)

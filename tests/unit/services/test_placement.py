@@ -95,3 +95,32 @@ def test_the_parents_own_setting_bounds_what_there_is(monkeypatch: pytest.Monkey
     assert visible_gpus() == ("2", "GPU-1a")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == ()
+
+
+def test_who_shares_is_placed_on_the_first_cards_however_many_there_are() -> None:
+    assert placement(config(rollout_servers=2, share_gpu=True), FOUR) == {
+        "trainer": "0",
+        "rollout-0": "0",
+        "rollout-1": "0",
+    }
+    assert placement(config(share_gpu=True), ()) == {}
+    assert "launch.share_gpu: trainer takes 3 GPUs and this box has 2" in problem(
+        config(share_gpu=True, trainer_gpus=3), ("0", "1")
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"share_gpu": True, "gpus": {"trainer": [0]}}, "launch.share_gpu and launch.gpus both place services"),
+        ({"time_sharing": True}, "run.max_staleness=2 would let one run ahead"),
+        ({"time_sharing": True}, "launch.time_sharing with trainer.offload=none"),
+        (
+            {"time_sharing": True, "fleet": ({"engine": "vllm"},)},
+            "the engine vllm sleeps only with vllm.enable_sleep_mode",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_is_told(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        config(**changes)
