@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
@@ -22,6 +23,8 @@ from protos.meeting import meet
 
 NEVER = timedelta(days=30)
 POLL_SECONDS = 0.0002
+RING = 2
+"""Buffers of a stream: while one is broadcast, the other is filled."""
 # Torch's own guards end the whole process when a collective is late: a dead rollout server must not take the trainer
 # with it. The deadline is kept here instead, and a late group is aborted.
 NCCL_SETTINGS = {
@@ -36,7 +39,11 @@ class Group(Protocol):
     """Ranks of one broadcast; rank 0 sends."""
 
     def broadcast(self, buffers: Iterable[Tensor], *, deadline_seconds: float) -> None:
-        """Send or receive flat uint8 buffers in order; RuntimeError where a peer died or the deadline is over."""
+        """Send or receive flat uint8 buffers in order; RuntimeError where a peer died or the deadline is over.
+
+        An iterator that is no sequence is a stream: it is asked for bucket k + 1 while bucket k is under way, and for
+        bucket k + RING, which takes the same memory, when bucket k is through.
+        """
 
     def abort(self) -> None:
         """End what is under way, from any thread; the group is of no use afterwards."""
@@ -75,9 +82,16 @@ class GlooGroup:
         self._group = ProcessGroupGloo(store, rank, world_size, options)
 
     def broadcast(self, buffers: Iterable[Tensor], *, deadline_seconds: float) -> None:
-        self._group._set_default_timeout(timedelta(seconds=deadline_seconds))
+        give_up = time.monotonic() + deadline_seconds
+        under_way: deque[dist.Work] = deque()
         for buffer in buffers:
-            self._group.broadcast(buffer, 0).wait()  # type: ignore[attr-defined]  # torch's stubs leave it out
+            left = max(give_up - time.monotonic(), 0.001)
+            self._group._set_default_timeout(timedelta(seconds=left))
+            under_way.append(self._group.broadcast(buffer, 0))  # type: ignore[attr-defined]  # torch's stubs leave it out
+            if len(under_way) == RING:
+                under_way.popleft().wait()
+        for work in under_way:
+            work.wait()
 
     def abort(self) -> None:
         """Gloo cannot be interrupted: it ends by its own deadline, on the daemon thread that it runs on."""
@@ -94,19 +108,36 @@ class NcclGroup:
         with torch.cuda.device(device), _environment(NCCL_SETTINGS):
             self._group = dist.ProcessGroupNCCL(store, rank, world_size, options)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._filling = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def broadcast(self, buffers: Iterable[Tensor], *, deadline_seconds: float) -> None:
         give_up = time.monotonic() + deadline_seconds
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        streamed = not isinstance(buffers, Sequence)
+        under_way: deque[torch.cuda.Event] = deque()
+        with torch.cuda.device(self._device), torch.cuda.stream(self._filling):
             for buffer in buffers:
-                # Only this stream waits here, not the thread: the whole push is queued at once.
-                self._group.broadcast(buffer, 0).wait()  # type: ignore[attr-defined]  # torch's stubs leave it out
+                under_way.append(self._queue(buffer))
+                # What is filled already is queued at once. A stream waits here, on the host: the stream that fills
+                # never stands behind a dead peer, so it can go on to its end when the group is aborted.
+                if streamed and len(under_way) == RING:
+                    self._wait(under_way.popleft(), give_up)
+        while under_way:
+            self._wait(under_way.popleft(), give_up)
+
+    def _queue(self, buffer: Tensor) -> torch.cuda.Event:
+        """Broadcast after what is queued for filling by now; only the streams wait. The event marks its end."""
+        self._stream.wait_stream(self._filling)
+        with torch.cuda.stream(self._stream):
+            self._group.broadcast(buffer, 0).wait()  # type: ignore[attr-defined]  # torch's stubs leave it out
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
+        return done
+
+    def _wait(self, done: torch.cuda.Event, give_up: float) -> None:
         while not done.query():  # type: ignore[no-untyped-call]
             if self._aborted.is_set() or time.monotonic() > give_up:
                 self.abort()
-                raise RuntimeError(f"the NCCL broadcast was aborted (deadline {deadline_seconds:.1f} s)")
+                raise RuntimeError("the NCCL broadcast was aborted: by another thread, or its deadline is over")
             time.sleep(POLL_SECONDS)
         if self._aborted.is_set():
             raise RuntimeError("the NCCL broadcast was aborted")

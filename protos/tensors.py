@@ -43,17 +43,21 @@ def named_views(plan: Sequence[Bucket], buffers: Sequence[Tensor]) -> list[tuple
     return [(slot.name, view(buffer, slot)) for bucket, buffer in pairs for slot in bucket.slots]
 
 
-@torch.no_grad()
 def checksums(buffers: Sequence[Tensor]) -> list[int]:
     """`protos.buckets.checksum` of each buffer, computed where it lies, fetched at once."""
-    if not buffers:
-        return []
-    sums = torch.stack([_checksum(buffer) for buffer in buffers]).tolist()
-    return [one % (1 << 64) for one in sums]
+    return fetch([checksum_of(buffer) for buffer in buffers])
 
 
-def _checksum(buffer: Tensor) -> Tensor:
-    """Word i counts i * ODD | 1 times. A row begins at an even word b, where that is b * ODD more than in row 0."""
+def fetch(sums: Sequence[Tensor]) -> list[int]:
+    """What `checksum_of` has computed, in host memory: waits for the device once."""
+    return [one % (1 << 64) for one in torch.stack(list(sums)).tolist()] if sums else []
+
+
+@torch.no_grad()
+def checksum_of(buffer: Tensor) -> Tensor:
+    """The checksum of one buffer, int64 of no dimension on its device; the host does not wait for it.
+
+    Word i counts i * ODD | 1 times. A row begins at an even word b, where that is b * ODD more than in row 0."""
     words = buffer.view(torch.int64)
     whole = len(words) // WORDS * WORDS
     factors = _factors(buffer.device)

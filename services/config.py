@@ -81,6 +81,13 @@ class PushConfig(Section):
         default="auto", description="what weights are sent as: the dtype that the engines hold; auto: the trainer's own"
     )
     bucket_mib: float = Field(default=64.0, gt=0, description="upper bound of a bucket, in MiB")
+    memory: Literal["snapshot", "streamed"] = Field(
+        default="snapshot",
+        description="snapshot: a second copy of the weights on the trainer's device, so that the next step runs beside"
+        " the push. streamed: two buckets (and one as large for sharded weights), filled while they are sent; the next"
+        " step and the step's report wait until the push is over, a server that dies is noticed by the broadcast only"
+        " (nccl: at the deadline), and ipc is not used",
+    )
     deadline_seconds: float = Field(default=30.0, gt=0, description="for one whole push")
     host: str = Field(default="127.0.0.1", description="address of the trainer's interface on which ranks meet")
 

@@ -1,7 +1,8 @@
 """A push, seen from the trainer: begin, transfer, commit; what fails is aborted or evicted, and the rest go on.
 
 Commits are asked for while the bytes still travel: each server answers when it has swapped, and one that dies is
-noticed by its broken call at once, not by a collective that waits for it.
+noticed by its broken call at once, not by a collective that waits for it. The checksums of streamed weights are known
+at the end only; so are their commits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from services.peers import Peer, each
 from services.transports import BROADCASTS, WIRE, Reach
 
 if TYPE_CHECKING:
-    from trainer.weights import Broadcaster, Crew, Outgoing
+    from trainer.outgoing import Outgoing
+    from trainer.weights import Broadcaster, Crew
 
 logger = logging.getLogger(__name__)
 ATTEMPTS = 3
@@ -101,11 +103,14 @@ class Pusher:
             crews = self._crews(peers, wanted=transport, last=last)
             used.update(kind for kind, _ in crews)
             problems: dict[str, str] = {}
-            for found in await self._attempt_all(version, crews, report=report, together=not last):
+            for found in await self._attempt_all(
+                version, crews, report=report, together=not last and not self.outgoing.streamed
+            ):
                 problems |= found
             if not problems:
                 break
             peers = await self._survivors(version, peers, problems, report=report, last=last)
+        await asyncio.to_thread(self.outgoing.conclude)
         report.transport = "+".join(sorted(used))
         report.seconds = time.monotonic() - began
         return report
@@ -204,26 +209,33 @@ class Pusher:
             self.broadcaster.forget(crew)
             return {}, {peer.name: problems.get(peer.name, "") for peer in peers}
         fault(self._name, "push.transfer")
-        commits = {
-            peer.name: asyncio.create_task(self._commit(request.policy_version, peer), name=f"commit-{peer.name}")
-            for peer in peers
-        }
-        broken = await self._sent(crew, list(commits.values()))
-        report.transfer_seconds = time.monotonic() - began
+        commits = {} if self.outgoing.streamed else self._commits(request.policy_version, peers)
+        sending = await self._send(crew)
+        sending.add_done_callback(lambda done: note_transfer(report, began))
+        broken = await self._sent(sending, list(commits.values()))
         if broken:
             self.broadcaster.forget(crew)
-            late = [peer for peer in peers if not commits[peer.name].done()]
+            late = [peer for peer in peers if peer.name not in commits or not commits[peer.name].done()]
             await each(late, lambda peer: peer.abort(self._abortion(request.policy_version)))
+            raise_if_ours(sending)
+        if self.outgoing.streamed:
+            if broken:
+                return {}, {peer.name: broken for peer in peers}
+            commits = self._commits(request.policy_version, peers)
         replies, refused = await each(peers, lambda peer: commits[peer.name])
         if refused and not broken:
             self.broadcaster.forget(crew)
         return replies, {name: f"{broken}; {why}" if broken else why for name, why in refused.items()}
 
-    async def _sent(self, crew: Crew, commits: list[asyncio.Task[protos.CommitPushReply]]) -> str:
-        """Broadcast; why it broke, or nothing. A commit that fails meanwhile breaks it: somebody is missing."""
-        buffers = self.outgoing.buffers if crew.kind == "nccl" else await asyncio.to_thread(self.outgoing.on_host)
+    async def _send(self, crew: Crew) -> asyncio.Future[None]:
+        """Begin to broadcast; the future ends with the last byte."""
+        buffers = await asyncio.to_thread(self.outgoing.to_send, crew.kind)
         sending = asyncio.wrap_future(self.broadcaster.send(crew, buffers, deadline_seconds=self._deadline_seconds))
         sending.add_done_callback(lambda done: done.cancelled() or done.exception())  # somebody has looked at it
+        return sending
+
+    async def _sent(self, sending: asyncio.Future[None], commits: list[asyncio.Task[protos.CommitPushReply]]) -> str:
+        """Why the broadcast broke, or nothing. A commit that fails meanwhile breaks it: somebody is missing."""
         everything: set[asyncio.Future[object]] = {sending, *commits}  # type: ignore[arg-type]
         await asyncio.wait(everything, timeout=self._deadline_seconds, return_when=asyncio.FIRST_EXCEPTION)
         if not sending.done() and any(task.done() and isinstance(task.exception(), PeerRefused) for task in commits):
@@ -232,6 +244,11 @@ class Pusher:
             return "broadcast: a server is missing, or the deadline is over"
         error = sending.exception()
         return "" if error is None else f"broadcast: {type(error).__name__}: {str(error)[:200]}"
+
+    def _commits(self, version: int, peers: list[Peer]) -> dict[str, asyncio.Task[protos.CommitPushReply]]:
+        return {
+            peer.name: asyncio.create_task(self._commit(version, peer), name=f"commit-{peer.name}") for peer in peers
+        }
 
     async def _commit(self, version: int, peer: Peer) -> protos.CommitPushReply:
         request = protos.CommitPushRequest(
@@ -264,6 +281,20 @@ class Pusher:
 
     def _abortion(self, version: int) -> protos.AbortPushRequest:
         return protos.AbortPushRequest(policy_version=version, incarnation=self.incarnation, reason="transfer failed")
+
+
+def note_transfer(report: protos.PushReport, began: float) -> None:
+    """The last byte has left; the servers still verify and swap."""
+    report.transfer_seconds = time.monotonic() - began
+
+
+def raise_if_ours(sending: asyncio.Future[None]) -> None:
+    """GatherFailed where the trainer lost a rank of its own: no server is to blame."""
+    from trainer.gather import GatherFailed
+
+    error = sending.exception() if sending.done() else None
+    if isinstance(error, GatherFailed):
+        raise error
 
 
 def copied(request: protos.BeginPushRequest, place: protos.Rendezvous | None = None) -> protos.BeginPushRequest:

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from rollout.engine import Engine
 
 
-def reach_of_device(device: torch.device) -> Reach:
-    """Of a trainer on this device."""
+def reach_of_device(device: torch.device, *, streamed: bool = False) -> Reach:
+    """Of a trainer on this device. Weights that are streamed never lie there whole, for ipc."""
     from protos.groups import nccl_version
     from protos.ipc import gpu_of
 
     if device.type != "cuda":
         return Reach(transports=frozenset({"gloo", "disk"}))
     return Reach(
-        transports=frozenset({"nccl", "ipc", "gloo", "disk"}),
+        transports=frozenset({"nccl", "gloo", "disk"} if streamed else {"nccl", "ipc", "gloo", "disk"}),
         gpus=frozenset({gpu_of(device)}),
         nccl=nccl_of(nccl_version()),
     )

@@ -8,6 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +62,8 @@ class TrainerService(Worker, protos.TrainerServicer):
         from services.reach import reach_of_device
         from trainer.checkpoint import CheckpointStore, restore
         from trainer.model import bound_memory, load_model, model_fingerprint, prepare_process
+        from trainer.outgoing import Outgoing
         from trainer.step import Learner
-        from trainer.weights import Outgoing
 
         config = self.config.trainer
         prepare_process(threads=config.threads, seed=config.seed)
@@ -84,9 +85,11 @@ class TrainerService(Worker, protos.TrainerServicer):
             model.named_parameters(),
             bucket_bytes=int(push.bucket_mib * 2**20),
             dtype=None if push.dtype == "auto" else getattr(torch, push.dtype),
+            streamed=push.memory == "streamed",
         )
         self._pack()
-        self.reach = reach_of_device(self.outgoing.device)
+        self.outgoing.conclude()
+        self.reach = reach_of_device(self.outgoing.device, streamed=self.outgoing.streamed)
 
     def state(self) -> protos.JoinRequest:
         return protos.JoinRequest(policy_version=self.policy_version)
@@ -137,13 +140,8 @@ class TrainerService(Worker, protos.TrainerServicer):
             await self._step(batch, waited=time.monotonic() - waited_from)
 
     async def _step(self, batch: protos.TrajectoryBatch, *, waited: float) -> None:
-        began = time.monotonic()
-        metrics, mismatches = await self.compute(self._train, batch)
-        seconds = time.monotonic() - began
-        fault(self.name, "step.computed", step=batch.step)
-        async with self._pushing:  # the buckets are free again
-            await self.compute(self._pack)
-            self.policy_version = batch.step
+        metrics, mismatches, seconds = await self._advance(batch)
+        push = await self._push(batch.step) if self.outgoing.streamed else None
         report = protos.StepReport(
             step=batch.step,
             policy_version=self.policy_version,
@@ -158,8 +156,28 @@ class TrainerService(Worker, protos.TrainerServicer):
         self._reports.append(report)
         self._outbox.put(protos.TrainReply(report=report))
         fault(self.name, "step.reported", step=batch.step)
-        self._push_task = asyncio.create_task(self._push(batch.step), name=f"push-{batch.step}")
+        if push is None:
+            self._push_task = asyncio.create_task(self._push_and_tell(batch.step), name=f"push-{batch.step}")
+        else:
+            self._outbox.put(protos.TrainReply(push=push))
         await self._save_if_due(batch.step)
+
+    async def _advance(
+        self, batch: protos.TrajectoryBatch
+    ) -> tuple[dict[str, float], list[protos.ServerMismatch], float]:
+        """Train and pack: metrics, mismatches, seconds of the step. A snapshot may be sent while the step runs; weights
+        that are streamed may not change then."""
+        free = nullcontext()
+        while_training, while_packing = (self._pushing, free) if self.outgoing.streamed else (free, self._pushing)
+        async with while_training:
+            began = time.monotonic()
+            metrics, mismatches = await self.compute(self._train, batch)
+            seconds = time.monotonic() - began
+            fault(self.name, "step.computed", step=batch.step)
+            async with while_packing:
+                await self.compute(self._pack)
+                self.policy_version = batch.step
+        return metrics, mismatches, seconds
 
     def _train(self, batch: protos.TrajectoryBatch) -> tuple[dict[str, float], list[protos.ServerMismatch]]:
         trajectories = [from_wire(trajectory) for trajectory in batch.trajectories]
@@ -177,11 +195,14 @@ class TrainerService(Worker, protos.TrainerServicer):
 
     # Pushes.
 
-    async def _push(self, version: int) -> None:
+    async def _push_and_tell(self, version: int) -> None:
+        self._outbox.put(protos.TrainReply(push=await self._push(version)))
+
+    async def _push(self, version: int) -> protos.PushReport:
         async with self._pushing:
             report = await self._the_pusher().push(version, transport=self.config.push.transport)
         fault(self.name, "push.done", step=version)
-        self._outbox.put(protos.TrainReply(push=report))
+        return report
 
     async def SyncRollouts(self, request: protos.SyncRolloutsRequest, context: Any) -> protos.SyncRolloutsReply:
         """Servers that came in between get the current version in a group of their own."""

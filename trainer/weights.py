@@ -1,102 +1,21 @@
-"""Send a version out: parameters are copied into flat buckets, then broadcast while the next step may already run."""
+"""Send a version out: rank 0 of the groups in which its buckets are broadcast to rollout servers."""
 
 from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from protos import Manifest, Rendezvous, SharedBuffer, TensorSpec
-from protos.buckets import make_manifest, plan_buckets, weights_hash
+from protos import Rendezvous
 from protos.groups import Group, open_group
-from protos.ipc import share
 from protos.meeting import host_store
-from protos.tensors import WIRE_DTYPES, checksums, make_buffers, named_views
 
 CPU = torch.device("cpu")
-
-
-class Outgoing:
-    """The buckets of a model, on its own device. `pack` fills them; they may be sent until the next `pack`.
-
-    dtype: what floating point parameters are sent as; None sends them as they are.
-    """
-
-    def __init__(
-        self, parameters: Iterable[tuple[str, Tensor]], *, bucket_bytes: int, dtype: torch.dtype | None = None
-    ) -> None:
-        self._parameters = list(parameters)
-        specs = [
-            TensorSpec(name=name, dtype=WIRE_DTYPES[dtype or tensor.dtype], shape=tensor.shape)
-            for name, tensor in self._parameters
-        ]
-        self.device = self._parameters[0][1].device
-        self.manifest: Manifest = make_manifest(specs, bucket_bytes=bucket_bytes)
-        self.plan = plan_buckets(self.manifest)
-        self.buffers = make_buffers(self.plan, device=self.device)
-        self.checksums: list[int] = []
-        self._views = [tensor for _, tensor in named_views(self.plan, self.buffers)]
-        self._on_host: list[Tensor] | None = None
-        self._shared: list[SharedBuffer] | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(bucket.num_bytes for bucket in self.plan)
-
-    @torch.no_grad()
-    def pack(self) -> None:
-        """Copy the parameters as they are now into the buckets. Shards are gathered, one parameter at a time."""
-        whole = [tensor for _, tensor in self._parameters]
-        if any(hasattr(tensor, "full_tensor") for tensor in whole):
-            for place, tensor in zip(self._views, whole, strict=True):
-                place.copy_(gathered(tensor))
-        else:
-            torch._foreach_copy_(self._views, whole)
-        self.checksums = checksums(self.buffers)
-        self._on_host = None
-
-    def named_views(self) -> dict[str, Tensor]:
-        """The packed parameters by name."""
-        return dict(named_views(self.plan, self.buffers))
-
-    def on_host(self) -> list[Tensor]:
-        """The packed buckets in host memory, for transports that do not reach a GPU."""
-        if self.device == CPU:
-            return self.buffers
-        if self._on_host is None:
-            self._on_host = [buffer.to(CPU) for buffer in self.buffers]
-        return self._on_host
-
-    def shared(self) -> list[SharedBuffer]:
-        """Handles to the buckets for another process on the same GPU; the same ones push after push."""
-        if self._shared is None:
-            self._shared = share(self.buffers)
-        return self._shared
-
-    def hash(self) -> str:
-        """Names the packed parameters; a receiver computes the same."""
-        return weights_hash(self.manifest.hash, self.checksums)
-
-    def write(self, path: Path) -> None:
-        """Write the packed parameters as safetensors; the file appears whole or not at all."""
-        from safetensors.torch import save_file
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(".tmp")
-        save_file({name: view.contiguous() for name, view in named_views(self.plan, self.on_host())}, scratch)
-        scratch.replace(path)
-
-
-def gathered(tensor: Tensor) -> Tensor:
-    """The whole of a sharded parameter (a collective over the trainer's ranks), or the parameter itself."""
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,23 +88,33 @@ class Broadcaster:
             if not {member.server for member in crew.members} <= present:
                 self.forget(crew)
 
-    def send(self, crew: Crew, buffers: Sequence[Tensor], *, deadline_seconds: float) -> Future[None]:
-        """Broadcast on a daemon thread: a collective cannot be interrupted, but whoever waits for it can give up."""
+    def send(self, crew: Crew, buffers: Iterable[Tensor], *, deadline_seconds: float) -> Future[None]:
+        """Broadcast on a daemon thread: a collective cannot be interrupted, but whoever waits for it can give up.
+
+        buffers: a sequence that is filled already, or a generator that fills them and is closed in any case.
+        """
         return on_daemon_thread(lambda: self._send(crew, buffers, deadline_seconds), name="push")
 
-    def _send(self, crew: Crew, buffers: Sequence[Tensor], deadline_seconds: float) -> None:
-        if crew.group is None:
-            crew.group = open_group(
-                crew.kind,
-                self._store,
-                nonce=crew.rendezvous.nonce,
-                rank=0,
-                world_size=crew.rendezvous.world_size,
-                host=self.host,
-                device=self.device,
-                deadline_seconds=deadline_seconds,
-            )
-        crew.group.broadcast(buffers, deadline_seconds=deadline_seconds)
+    def _send(self, crew: Crew, buffers: Iterable[Tensor], deadline_seconds: float) -> None:
+        try:
+            if crew.group is None:
+                crew.group = self._open(crew, deadline_seconds)
+            crew.group.broadcast(buffers, deadline_seconds=deadline_seconds)
+        finally:
+            if isinstance(buffers, Generator):
+                buffers.close()
+
+    def _open(self, crew: Crew, deadline_seconds: float) -> Group:
+        return open_group(
+            crew.kind,
+            self._store,
+            nonce=crew.rendezvous.nonce,
+            rank=0,
+            world_size=crew.rendezvous.world_size,
+            host=self.host,
+            device=self.device,
+            deadline_seconds=deadline_seconds,
+        )
 
 
 def on_daemon_thread(function: Callable[[], None], *, name: str) -> Future[None]:

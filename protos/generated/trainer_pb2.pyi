@@ -459,7 +459,7 @@ class TrainerStatusReply(google.protobuf.message.Message):
     incarnation: builtins.int
     """of this trainer"""
     weights_hash: builtins.str
-    """names the weights: sha256 over manifest and bucket checksums"""
+    """names the weights: sha256 over manifest and bucket checksums; empty until a streamed version is sent"""
     def __init__(
         self,
         *,

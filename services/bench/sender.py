@@ -14,7 +14,8 @@ from services.errors import OffbeatError
 from services.pushing import Pusher
 from services.reach import reach_of_device
 from trainer.model import load_model
-from trainer.weights import Broadcaster, Outgoing
+from trainer.outgoing import Outgoing
+from trainer.weights import Broadcaster
 
 if TYPE_CHECKING:
     from services.config import Config

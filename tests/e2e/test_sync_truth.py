@@ -16,12 +16,13 @@ from tests.e2e.kit import Run, assert_effectively_once, make_run
 from tests.e2e.plain_grpo import train
 
 
-@pytest.fixture(scope="module")
-def inline_run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Run:
-    """The synchronous run once more, all actors in one process."""
-    run = make_run(tmp_path_factory.mktemp("inline"), *SYNCHRONOUS, model=model)
+@pytest.fixture(scope="module", params=["snapshot", "streamed"])
+def inline_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Run:
+    """The synchronous run once more, all actors in one process; its weights travel by either way."""
+    overrides = (*SYNCHRONOUS, f"push.memory={request.param}")
+    run = make_run(tmp_path_factory.mktemp("inline"), *overrides, model=model)
     recipe = run.folder.parents[1] / "recipe.yaml"
-    command = [sys.executable, "-P", "-m", "services.cli", "train", str(recipe), *SYNCHRONOUS, "--inline"]
+    command = [sys.executable, "-P", "-m", "services.cli", "train", str(recipe), *overrides, "--inline"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return run

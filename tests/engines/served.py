@@ -13,7 +13,8 @@ from rollout.engine import Completion, Engine, Request, UpdateMode
 from rollout.engines import load
 from rollout.sampling import SamplingParams
 from tests.engines.models import MAX_MODEL_LEN
-from trainer.weights import Broadcaster, Crew, Outgoing, Receiving
+from trainer.outgoing import Outgoing
+from trainer.weights import Broadcaster, Crew, Receiving
 
 SECONDS = 60.0
 PUSH_SECONDS = 20.0

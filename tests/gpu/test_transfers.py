@@ -20,7 +20,8 @@ from protos import BeginPushRequest
 from protos.buckets import checksum
 from protos.tensors import checksums
 from services.transports import WIRE
-from trainer.weights import Broadcaster, Crew, Outgoing, Receiving
+from trainer.outgoing import Outgoing
+from trainer.weights import Broadcaster, Crew, Receiving
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()

@@ -17,7 +17,8 @@ from services.config import Config
 from services.pushing import ATTEMPTS, Pusher
 from services.rollout import RolloutService
 from tests.integration.kit import ENDLESS, attendance, bind, channel_to, lease, running, serving, talking, until
-from trainer.weights import Broadcaster, Outgoing
+from trainer.outgoing import Outgoing
+from trainer.weights import Broadcaster
 
 MakeConfig = Callable[..., Config]
 
