@@ -274,7 +274,7 @@ class Config(Section):
             yield "launch.time_sharing with trainer.offload=none: the trainer would keep its memory, set all"
         switches = {"vllm": "enable_sleep_mode", "sglang": "enable_memory_saver"}
         for settings in map(self.rollout_of, self.fleet):
-            switch = switches.get(settings.engine)
+            switch = switches.get(settings.engine) if settings.device != "cpu" else None
             if switch is not None and not getattr(getattr(settings, settings.engine), switch):
                 yield f"launch.time_sharing: the engine {settings.engine} sleeps only with {settings.engine}.{switch}"
 
