@@ -10,6 +10,7 @@ import typer
 from services.bench.bed import FOLDER
 
 bench_app = typer.Typer(help="Measure, each figure beside its bare baseline.", no_args_is_help=True)
+ENGINES = ("hf", "vllm", "sglang")
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings of the recipe, e.g. rollout.threads=1")]
 Out = Annotated[Path | None, typer.Option(help="file for the JSON, written after each part")]
@@ -81,6 +82,7 @@ def bench_rollout(
     from services.bench.rollout import RolloutWork
     from services.bench.rollout import bench_rollout as bench
 
+    _check_engine(engine)
     if samples % group_size:
         raise typer.BadParameter(f"--samples {samples} is no multiple of --group-size {group_size}")
     work = RolloutWork(
@@ -110,6 +112,7 @@ def bench_push(
     out: Out = None,
 ) -> None:
     """A push from begin to commit, idle and while decoding, beside a raw broadcast."""
+    _check_engine(engine)
     from services.bench.push import PushWork
     from services.bench.push import bench_push as bench
 
@@ -131,6 +134,11 @@ def bench_stream(rounds: Rounds = 3, out: Out = None) -> None:
     from services.bench.stream import bench_stream as bench
 
     _leave(bench(rounds=rounds, out=out))
+
+
+def _check_engine(engine: str) -> None:
+    if engine not in ENGINES:
+        raise typer.BadParameter(f"--engine {engine}: there are {', '.join(ENGINES)}")
 
 
 def _leave(code: int) -> None:

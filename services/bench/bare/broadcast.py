@@ -20,7 +20,14 @@ def work(job: Job) -> Answer:
     device = torch.device("cuda", 0) if kind == "nccl" else torch.device("cpu")
     place = f"tcp://127.0.0.1:{job['port']}"
     timeout = timedelta(seconds=MEET_SECONDS)
-    dist.init_process_group(kind, init_method=place, rank=job["rank"], world_size=2, timeout=timeout)
+    dist.init_process_group(
+        kind,
+        init_method=place,
+        rank=job["rank"],
+        world_size=2,
+        timeout=timeout,
+        device_id=device if kind == "nccl" else None,
+    )
     buffer = torch.zeros(job["num_bytes"], dtype=torch.uint8, device=device)
     buffer += job["rank"] == 0
     times = []

@@ -1,4 +1,7 @@
-"""vLLM offline with the engine settings of a run: `LLM.generate`, with the sampled tokens' logprobs and without."""
+"""vLLM offline with the engine settings of a run: `LLM.generate`, with the sampled tokens' logprobs and without.
+
+In its leanest form: no text, logprobs as flat arrays.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,12 @@ def work(job: Job) -> Answer:
     plain: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
+        "top_k": max(sampling.top_k, 0),
         "max_tokens": sampling.max_tokens,
         "ignore_eos": sampling.ignore_eos,
+        "detokenize": False,
     }
-    ways = {"logprobs": SamplingParams(**plain, logprobs=0), "no_logprobs": SamplingParams(**plain)}
+    ways = {"logprobs": SamplingParams(**plain, logprobs=0, flat_logprobs=True), "no_logprobs": SamplingParams(**plain)}
 
     def generate(params: SamplingParams, prompts: Prompts) -> int:
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
