@@ -154,8 +154,14 @@ class Measured:
         except OffbeatError as error:
             self.note(name, {"problem": str(error)})
 
+    def apart(self) -> None:
+        """OffbeatError where both ends share a card: NCCL takes one rank on each."""
+        if "trainer" in self.cards and self.cards["trainer"] == self.cards.get("rollout-0"):
+            raise OffbeatError("trainer and rollout server share a card: there is no wire between them")
+
     def of_wire(self) -> dict[str, Any]:
         """One broadcast of the same bytes between the same two cards."""
+        self.apart()
         kind = "nccl" if "trainer" in self.cards and "rollout-0" in self.cards else "gloo"
         job = {"kind": kind, "port": free_port("127.0.0.1"), "num_bytes": self.figures["num_bytes"]}
         job["rounds"] = self.work.rounds
@@ -171,6 +177,7 @@ class Measured:
 
     def of_vllm(self) -> dict[str, Any]:
         """vLLM's own transfer of the same weights."""
+        self.apart()
         job = {"config": str(self.run / "config.yaml"), "port": free_port("127.0.0.1"), "rounds": self.work.rounds}
         python = next(rollout_posts(self.config)).python
         ends = [

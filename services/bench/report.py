@@ -14,8 +14,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from services.placement import visible_gpus
-
 PACKAGES = ("torch", "transformers", "vllm", "sglang")
 
 
@@ -24,7 +22,7 @@ def machine() -> dict[str, Any]:
     gpus = gpu_names()
     return {
         "device": gpus[0] if gpus else platform.processor() or platform.machine(),
-        "gpus": len(visible_gpus()),
+        "gpus": len(gpus),
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
         **{name: version for name in PACKAGES if (version := version_of(name))},
