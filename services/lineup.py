@@ -90,7 +90,7 @@ def written(settings: Mapping[str, object], prefix: str) -> Iterator[str]:
 
 
 def interpreter(engine: str, asked: str | None) -> str:
-    """The Python for a rollout server: what was asked, else this one, else .venv-ENGINE as `make setup-vllm` makes one."""
+    """The Python for a rollout server: what was asked, else this one, else that of .venv-ENGINE. ConfigError if none."""
     if asked is not None:
         return absolute(asked)
     if has_engine(engine):
