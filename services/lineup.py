@@ -90,7 +90,7 @@ def written(settings: Mapping[str, object], prefix: str) -> Iterator[str]:
 
 
 def interpreter(engine: str, asked: str | None) -> str:
-    """The Python for a rollout server: what was asked, else this one, else that of .venv-ENGINE. ConfigError if none."""
+    """The Python for a rollout server: what was asked, else this one, else that of .venv-ENGINE; else ConfigError."""
     if asked is not None:
         return absolute(asked)
     if has_engine(engine):
