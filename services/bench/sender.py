@@ -42,6 +42,7 @@ class Sender:
             model.named_parameters(),
             bucket_bytes=int(push.bucket_mib * 2**20),
             dtype=None if push.dtype == "auto" else getattr(torch, push.dtype),
+            streamed=push.memory == "streamed",
         )
         self._pusher = Pusher(
             self._outgoing,
@@ -50,7 +51,7 @@ class Sender:
             deadline_seconds=push.deadline_seconds,
             update_mode=config.rollout.update_mode,
             folder=folder / "weights",
-            reach=reach_of_device(self._outgoing.device),
+            reach=reach_of_device(self._outgoing.device, streamed=self._outgoing.streamed),
         )
 
     @property
