@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,21 @@ from protos.groups import GlooGroup
 from services import faults
 from services.config import Config
 from services.rollout import RolloutService
+from tests.integration.conftest import SHAPE
 from tests.integration.test_push import servers, status_of
 from tests.integration.trainer_rank import BUCKET_BYTES, changed_model
 from trainer.outgoing import Outgoing
+from trainer.tiny import make_tiny_qwen3
 
 MakeConfig = Callable[..., Config]
 DEADLINE_SECONDS = 20.0
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks hold equally many rows of most parameters, and unequally many of gate_proj and up_proj."""
+    return make_tiny_qwen3(tmp_path_factory.mktemp("model"), seed=1, shape=replace(SHAPE, intermediate_size=47))
 
 
 async def run_ranks(
