@@ -13,6 +13,7 @@ from services.actor import Actor, Bind, Result, cancel
 from services.compose import load_json, override_section
 from services.config import Config
 from services.errors import Broken, Replaced
+from services.loading import alone_on_card
 from services.membership import Membership
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,9 @@ class Worker(Actor):
             self._folder = self._folder or Path(reply.run_folder)
         if self._overrides:
             self._given = override_section(self._given, self.role, self._overrides)
-        await self.prepare()
+        launch = self.config.launch
+        async with alone_on_card(self.folder, shared=launch.share_gpu or launch.time_sharing):
+            await self.prepare()
         await self.membership.join()
         await self.serving(True)
 
