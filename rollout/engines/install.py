@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 logger = logging.getLogger(__name__)
 Named = Sequence[tuple[str, Tensor]]
+FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 
@@ -63,15 +64,19 @@ class Installer:
         homeless = [name for name, tensor in tensors if not watch.has_read(tensor)]
         if homeless:
             raise ValueError(f"the model has no place for {', '.join(homeless[:5])} ({len(homeless)} in all)")
-        if watch.others or storages_of(self._model) != before:
-            facts = {"operations": sorted(watch.others)[:5]}
-            logger.info("weights are loaded anew at each push", extra={"facts": facts})
+        others = watch.others | watch.overlapping_fills()
+        if others or storages_of(self._model) != before:
+            facts = {"operations": sorted(others)[:5]}
+            logger.warning("weights are loaded anew at each push", extra={"facts": facts})
         else:
             self._copies = (watch.targets, watch.sources)
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes each copy from incoming memory into the weights, and the names of all other writes to them."""
+    """Notes each copy from incoming memory into the weights, and the names of all other writes to them.
+
+    A constant written beside what is copied (the padding of a vocabulary) is there already when copies are replayed.
+    """
 
     def __init__(self, *, weights: set[int], incoming: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -80,19 +85,32 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.others: set[str] = set()
         self._weights = weights
         self._incoming = incoming
-        self._read: list[tuple[int, int]] = []
+        self._fills: list[Tensor] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default and self._is_plain(args[0], args[1]):
             self.targets.append(args[0].detach())
             self.sources.append(args[1].detach())
-        elif any(storage_of(tensor) in self._weights for tensor in written(func, args, kwargs)):
-            self.others.add(str(func))
+        else:
+            self._note(func, [one for one in written(func, args, kwargs) if storage_of(one) in self._weights])
         return func(*args, **kwargs)
+
+    def _note(self, func: torch._ops.OpOverload, touched: list[Tensor]) -> None:
+        touched = [tensor for tensor in touched if tensor.numel()]
+        if touched and func in FILLS:
+            self._fills += touched
+        elif touched:
+            self.others.add(str(func))
 
     def _is_plain(self, target: Tensor, source: Tensor) -> bool:
         return storage_of(target) in self._weights and storage_of(source) in self._incoming
+
+    def overlapping_fills(self) -> set[str]:
+        """Constants that share memory with a copy: which of the two came last is not kept."""
+        copied = [extent(target) for target in self.targets]
+        shared = [fill for fill in self._fills if any(overlap(extent(fill), one) for one in copied)]
+        return {"fill_"} if shared else set()
 
     def has_read(self, tensor: Tensor) -> bool:
         """Whether any part of an incoming tensor was copied, or whether that cannot be told."""
@@ -110,6 +128,17 @@ def written(func: torch._ops.OpOverload, args: Sequence[object], kwargs: dict[st
             found.append(args[at] if at < len(args) else kwargs.get(argument.name))
     flat = [one for value in found for one in (value if isinstance(value, (list, tuple)) else [value])]
     return [one for one in flat if isinstance(one, Tensor)]
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """First and last byte, gaps between the elements included."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((length - 1) * stride for length, stride in steps) * tensor.element_size()
+    return tensor.data_ptr(), tensor.data_ptr() + last + tensor.element_size() - 1
+
+
+def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] <= other[1] and other[0] <= one[1]
 
 
 def storages_of(model: nn.Module) -> set[int]:

@@ -109,7 +109,7 @@ def test_nccl_brings_version_after_version_in_one_group() -> None:
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 def test_a_receiver_that_dies_in_an_nccl_broadcast_leaves_the_sender_whole() -> None:
-    outgoing = outgoing_on("cuda:0")
+    outgoing = outgoing_on("cuda:0", megabytes=4096)  # more than NCCL takes without a receiver
     broadcaster = Broadcaster(host="127.0.0.1", incarnation=1, device=outgoing.device)
     with receiver_on("cuda:1") as other:
         crew = broadcaster.crew("nccl", [Receiving("server")])

@@ -28,6 +28,23 @@ class Fused(nn.Module):
                 self.qkv.data.narrow(0, 2 * "qkv".index(name), 2).copy_(tensor.narrow(0, 0, 2))
 
 
+class Padded(Fused):
+    """Writes zeros into the rows of the embedding that no token has, as vLLM does."""
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_weights(tensors)
+        self.embed.data[8:].fill_(0)
+        self.embed.data[10:].fill_(0)
+
+
+class Zeroing(Fused):
+    """Writes zeros over what it has copied."""
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_weights(tensors)
+        self.embed.data[7:].fill_(0)
+
+
 class Packed(Fused):
     """Keeps its matrix transposed in memory of its own, as a CPU kernel wants it."""
 
@@ -62,6 +79,24 @@ def test_copies_are_recorded_once_and_replayed() -> None:
     installer.install(again(staging, 20.0))
     assert rows(model) == [20, 20, 21, 21, 22, 22, *[29] * 8, 0, 0]
     assert model.loads == 1
+
+
+def test_padding_that_is_filled_beside_the_copies_does_not_hinder() -> None:
+    model = Padded()
+    installer = Installer(model, model.load_weights)
+    staging = version(10.0)
+    installer.install(staging)
+    installer.install(again(staging, 20.0))
+    assert rows(model)[6:] == [*[29] * 8, 0, 0] and model.loads == 1
+
+
+def test_zeros_over_what_was_copied_are_written_every_time() -> None:
+    model = Zeroing()
+    installer = Installer(model, model.load_weights)
+    staging = version(10.0)
+    installer.install(staging)
+    installer.install(again(staging, 20.0))
+    assert rows(model)[6:] == [*[29] * 7, 0, 0, 0] and model.loads == 2
 
 
 def test_new_staging_memory_is_recorded_anew() -> None:
