@@ -215,6 +215,10 @@ class Book:
         self.pushed_version = max(self.pushed_version, version)
         self.journal.pushed(self.pushed_version)
 
+    def outstanding_at(self, version: int) -> int:
+        """What is outstanding for a server that has `version`: the steps up to it have made room there already."""
+        return self.outstanding - sum(count for step, count in self.unpushed.items() if step <= version)
+
     # Sideways.
 
     def redo(self, sample: Sample) -> None:

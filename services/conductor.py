@@ -45,6 +45,7 @@ from services.ledger import Ledger
 from services.recovery import recover
 from services.referring import Referring
 from services.roster import Member, Roster, Stage
+from services.routing import Routing
 from services.sharing import Sharing
 from services.status import status_of
 from services.training import Training
@@ -108,12 +109,31 @@ class Conductor(Actor):
         self.run_id = self._remember("run_id", self.process_id)
         self.incarnation = int(self.ledger.fact("incarnation", "0"))
         self.roster.evicted.update(json.loads(self.ledger.fact("evicted", "{}")))
+        self._build_rules()
         self._build_stages(life=int(self._remember("life", "0", add=1)))
         if recovered:
             self.journalist.tell("recovered", self.name, "the conductor found the run in its ledger", **self.progress())
             self._resume_stages()
         self.ready = True
         await self.serving(True)
+
+    def _build_rules(self) -> None:
+        """Who may work, on what."""
+        self.sharing = Sharing(
+            self.book,
+            on=self.config.launch.time_sharing,
+            members=lambda: self.roster.of("rollout"),
+            post=self.post,
+            tell=self.journalist.tell,
+            on_problem=self.unturned,
+        )
+        self.routing = Routing(
+            self.roster,
+            self.book,
+            self.config.run,
+            max_version_skew=self.config.push.max_version_skew,
+            may_lease=self.sharing.may_lease,
+        )
 
     def _build_stages(self, *, life: int) -> None:
         clock = asyncio.get_running_loop().time
@@ -126,14 +146,6 @@ class Conductor(Actor):
             on_end=self.stream_ended,
         )
         self.referring = Referring(self.book, post=self.post, on_quarantine=self.quarantine, on_end=self.stream_ended)
-        self.sharing = Sharing(
-            self.book,
-            on=self.config.launch.time_sharing,
-            members=lambda: self.roster.of("rollout"),
-            post=self.post,
-            tell=self.journalist.tell,
-            on_problem=self.unturned,
-        )
         self.generation = Generation(
             self.book,
             sampling=self.config.sampling(),
@@ -141,8 +153,7 @@ class Conductor(Actor):
             life=life,
             lease_seconds=conductor.lease_seconds,
             next_prompt=self.config.prompts(),
-            may_accept=self.may_accept,
-            serves=self.serves,
+            routing=self.routing,
             clock=clock,
             post=self.post,
             on_generated=self.generated,
@@ -155,6 +166,7 @@ class Conductor(Actor):
             self.config.rules(),
             sharing=self.sharing,
             push_seconds=self.config.push.deadline_seconds,
+            crew_size=self.config.crew_size,
             members=lambda: self.roster.of("rollout"),
             incarnation=lambda: self.incarnation,
             post=self.post,
@@ -224,23 +236,6 @@ class Conductor(Actor):
 
     # The flow.
 
-    def may_accept(self) -> bool:
-        """Admission: staleness by construction, and no more groups than the run still needs.
-
-        A whole group must fit under the bound: a quarantined sample makes no room for the samples of the next step.
-        """
-        run = self.config.run
-        bound = (run.max_staleness + 1) * run.prompts_per_step * run.group_size
-        needed = (run.num_steps - self.book.recorded_step) * run.prompts_per_step
-        return self.book.outstanding + run.group_size <= bound and len(self.book.groups) < needed
-
-    def serves(self, name: str) -> bool:
-        """A rollout server takes leases once it has the version that the trainer pushed last, and its card."""
-        member = self.roster.members.get(name)
-        if member is None or member.evicted or not self.sharing.may_lease(member):
-            return False
-        return member.has_version and member.policy_version >= self.book.pushed_version
-
     def generated(self, samples: list[Sample]) -> None:
         self.judging.want([sample for sample in samples if sample.state is State.GENERATED])
         if self.book.use_reference:
@@ -256,14 +251,11 @@ class Conductor(Actor):
 
     def pushed(self, push: protos.PushReport) -> None:
         self.journalist.push(push)
-        for name in push.committed:
-            member = self.roster.members.get(name)
-            if member is not None:
-                member.policy_version, member.has_version = push.policy_version, True
-                self.sharing.pushed(member)
+        for member in self.roster.bring_up(push):
+            self.sharing.pushed(member)
         for name, reason in push.failed.items():
             self.lose(name, f"push failed: {reason}")
-        self.book.push(push.policy_version)
+        self.book.push(self.routing.floor(push.policy_version))
 
     def checkpointed(self, report: protos.CheckpointReport) -> None:
         self.journalist.checkpoint(report)

@@ -88,7 +88,17 @@ class PushConfig(Section):
         " step and the step's report wait until the push is over, a server that dies is noticed by the broadcast only"
         " (nccl: at the deadline), and ipc is not used",
     )
-    deadline_seconds: float = Field(default=30.0, gt=0, description="for one whole push")
+    deadline_seconds: float = Field(default=30.0, gt=0, description="for one push to one crew")
+    mode: Literal["all", "rolling"] = Field(
+        default="all", description="all servers at once, or crews of max_unavailable, one crew after the other"
+    )
+    max_unavailable: int = Field(default=1, ge=1, description="rolling: servers that are in a push at once")
+    max_version_skew: int = Field(
+        default=1,
+        ge=0,
+        description="versions that a server may lag behind the newest one and still take leases; rolling: with 2 or"
+        " more a push that is overtaken by the next version leaves out servers that stay within it",
+    )
     host: str = Field(default="127.0.0.1", description="address of the trainer's interface on which ranks meet")
 
 
@@ -195,6 +205,11 @@ class Config(Section):
     def use_reference(self) -> bool:
         """Whether samples need reference logprobs before they are trained on."""
         return self.reference.enabled or self.trainer.algorithm.kl_use != "none"
+
+    @property
+    def crew_size(self) -> int | None:
+        """Rollout servers that are pushed to at once; None: all."""
+        return self.push.max_unavailable if self.push.mode == "rolling" else None
 
     @property
     def run_folder(self) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import protos
@@ -44,6 +44,19 @@ def within_budget(sampling: protos.SamplingParams, prompt: protos.Prompt) -> pro
     return own
 
 
+class Routes(Protocol):
+    """Which server may begin what; services/routing.py in a run."""
+
+    def in_order(self, links: Iterable[RolloutLink]) -> Sequence[tuple[RolloutLink, int]]:
+        """(link, version) of the servers that take a group now, the best one first."""
+
+    def may_accept(self, version: int) -> bool:
+        """Whether a server of this version may begin the next group."""
+
+    def may_redo(self, version: int) -> bool:
+        """Whether a server of this version may begin samples anew that were accepted before."""
+
+
 class Generation:
     """The rollout servers of a run, seen from the conductor."""
 
@@ -56,8 +69,7 @@ class Generation:
         life: int,
         lease_seconds: float,
         next_prompt: NextPrompt,
-        may_accept: Callable[[], bool],
-        serves: Callable[[str], bool],
+        routing: Routes,
         clock: Callable[[], float],
         post: Callable[[Callable[[], None]], None],
         on_generated: Callable[[list[Sample]], None],
@@ -71,8 +83,7 @@ class Generation:
         self._run_seed = run_seed
         self._lease_seconds = lease_seconds
         self._next_prompt = next_prompt
-        self._may_accept = may_accept
-        self._serves = serves
+        self._routing = routing
         self._clock = clock
         self._post = post
         self._on_generated = on_generated
@@ -114,7 +125,8 @@ class Generation:
     def pump(self) -> None:
         """Grant leases while a server has credit and the staleness bound admits samples: one message a server."""
         messages: dict[str, protos.GenerateRequest] = {}
-        while (link := self._freest()) is not None and (samples := self._next_work()):
+        while (found := self._next_match()) is not None:
+            link, samples = found
             request = messages.setdefault(link.name, protos.GenerateRequest())
             request.leases.append(self._lease(link, samples))
         for name, request in messages.items():
@@ -122,21 +134,22 @@ class Generation:
         if messages:
             fault("conductor", "leases.sent")
 
-    def _freest(self) -> RolloutLink | None:
-        ready = [
-            link for link in self.links.values() if link.credit >= self.book.group_size and self._serves(link.name)
-        ]
-        return min(ready, key=lambda link: (link.in_hand, link.name)) if ready else None
+    def _next_match(self) -> tuple[RolloutLink, list[Sample]] | None:
+        """A server and the samples that it may begin now."""
+        for link, version in self._routing.in_order(self.links.values()):
+            if samples := self._next_work(version):
+                return link, samples
+        return None
 
-    def _next_work(self) -> list[Sample]:
-        """Samples of one group: those to be redone first, then the next prompt of the stream."""
-        if self.book.pending:
+    def _next_work(self, version: int) -> list[Sample]:
+        """Samples of one group for a server of `version`: those to be redone first, then the next prompt."""
+        if self.book.pending and self._routing.may_redo(version):
             group = self.book.groups[self.book.pending[0].group]
             wanted = [sample for sample in group.samples if sample.state is State.PENDING]
             for sample in wanted:
                 self.book.pending.remove(sample)
             return wanted
-        if not self._may_accept():
+        if not self._routing.may_accept(version):
             return []
         return self.book.accept(self._next_prompt(self.book.next_group)).samples
 

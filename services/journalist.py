@@ -91,8 +91,8 @@ class Journalist:
         self._publish(protos.TelemetryEvent(kind="step", service="trainer", message="step", values=metrics))
 
     def push(self, push: protos.PushReport) -> None:
-        """A version has reached the rollout servers."""
-        self.num_pushes += 1
+        """A version has reached the rollout servers, or a crew of them."""
+        self.num_pushes += not push.waiting
         values = {
             "policy_version": float(push.policy_version),
             "seconds": push.seconds,
@@ -102,6 +102,8 @@ class Journalist:
             "num_bytes": float(push.num_bytes),
         }
         labels = {"committed": ",".join(push.committed), "failed": ",".join(push.failed), "transport": push.transport}
+        if push.waiting:
+            labels["waiting"] = ",".join(push.waiting)
         event = protos.TelemetryEvent(kind="push", service="trainer", message="pushed", values=values, labels=labels)
         self._publish(event)
 

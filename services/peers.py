@@ -29,6 +29,10 @@ class Peer:
         self.channel = connect(server.address)
         self.stub = protos.RolloutStub(self.channel)
         self.known_manifest = ""
+        self.version = -1 if server.needs_version else server.policy_version
+        """That it has, as far as is known; -1: none."""
+        self.is_ours = False
+        """Its version came from this trainer."""
         self._failed: set[str] = set()
 
     @property

@@ -71,6 +71,8 @@ class Pusher:
         for name, server in wanted.items():
             if name not in self._peers:
                 self._peers[name] = Peer(server)
+            elif server.needs_version:  # a new process, where an older one was
+                self._peers[name].version = -1
         self.broadcaster.keep_only(peer.key for peer in self._peers.values())
 
     async def _let_go(self, peer: Peer) -> None:
@@ -81,20 +83,28 @@ class Pusher:
     def members(self) -> list[str]:
         return sorted(self._peers)
 
+    def lacking(self, version: int) -> list[str]:
+        """The members that have not got `version` from us."""
+        return sorted(peer.name for peer in self._peers.values() if not peer.is_ours or peer.version < version)
+
+    def oldest(self, names: Sequence[str]) -> int:
+        """The oldest version that one of these has; -1 where one has none, or is gone."""
+        return min(self._peers[name].version if name in self._peers else -1 for name in names)
+
     # One push.
 
     async def push(
-        self, version: int, *, transport: str = "auto", names: Sequence[str] | None = None
+        self, version: int, *, transport: str = "auto", names: Sequence[str] | None = None, concludes: bool = True
     ) -> protos.PushReport:
         """Bring the packed weights to `names` (default: every member); reports who has them and who was evicted.
 
-        transport: auto takes the best for each server; another one is tried first.
+        transport: auto takes the best for each server; another one is tried first. concludes: no further crew follows.
         """
         began = time.monotonic()
         report = protos.PushReport(
             policy_version=version, incarnation=self.incarnation, num_bytes=self.outgoing.num_bytes
         )
-        peers = [self._peers[name] for name in (self.members if names is None else sorted(names))]
+        peers = wanted = [self._peers[name] for name in (self.members if names is None else sorted(names))]
         used: set[str] = set()
         for attempt in range(ATTEMPTS):
             if not peers:
@@ -110,7 +120,11 @@ class Pusher:
             if not problems:
                 break
             peers = await self._survivors(version, peers, problems, report=report, last=last)
-        await asyncio.to_thread(self.outgoing.conclude)
+        if concludes:
+            await asyncio.to_thread(self.outgoing.conclude)
+        for peer in wanted:
+            if peer.name in report.committed:
+                peer.version, peer.is_ours = version, True
         report.transport = "+".join(sorted(used))
         report.seconds = time.monotonic() - began
         return report

@@ -39,6 +39,8 @@ class Member:
     policy_version: int = 0
     has_version: bool = False
     """Rollout: the trainer's committed version has reached this process in this membership."""
+    incarnation: int = 0
+    """Rollout: of the trainer that its version came from."""
     gauges: dict[str, float] = field(default_factory=dict)
     evicted: str = ""
     """Rollout: why this process gets no more work; empty: it does."""
@@ -98,6 +100,16 @@ class Roster:
         member = self.members[name]
         member.evicted = self.evicted[member.process_id] = reason
         return member
+
+    def bring_up(self, push: protos.PushReport) -> list[Member]:
+        """Note who has got a version, and return them; a report of an older push may come late."""
+        reached = [self.members[name] for name in push.committed if name in self.members]
+        for member in reached:
+            told, known = (push.incarnation, push.policy_version), (member.incarnation, member.policy_version)
+            if not member.has_version or told >= known:
+                member.incarnation, member.policy_version = told
+                member.has_version = True
+        return reached
 
     def lose(self, name: str, reason: str) -> Member | None:
         """Take a member out; None where it was out already."""

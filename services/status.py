@@ -51,7 +51,7 @@ def state_of(conductor: Conductor) -> str:
 
 
 def service_of(conductor: Conductor, member: Member) -> protos.ServiceStatus:
-    ready = conductor.serves(member.name) if member.role == "rollout" else True
+    ready = conductor.routing.serves(member.name) if member.role == "rollout" else True
     idle = "asleep" if member.card == "asleep" else "joined"
     state = f"evicted: {member.evicted}" if member.evicted else "serving" if ready else idle
     return protos.ServiceStatus(

@@ -19,6 +19,7 @@ from protos.arrays import from_array
 from services.errors import OffbeatError
 from services.faults import fault
 from services.pushing import Pusher
+from services.rolling import Rota, merged, roll
 from services.streams import Outbox
 from services.worker import Worker
 
@@ -54,6 +55,7 @@ class TrainerService(Worker, protos.TrainerServicer):
         self._computed_step = 0
         """What the learner's weights are: ahead of policy_version while a step ends. Set on the compute thread."""
         self._pusher: Pusher | None = None
+        self._rota = Rota(self.config.crew_size)
         await self.load(self._load)
 
     def _load(self) -> None:
@@ -141,7 +143,7 @@ class TrainerService(Worker, protos.TrainerServicer):
 
     async def _step(self, batch: protos.TrajectoryBatch, *, waited: float) -> None:
         metrics, mismatches, seconds = await self._advance(batch)
-        push = await self._push(batch.step) if self.outgoing.streamed else None
+        pushes = [report async for report in self._push(batch.step)] if self.outgoing.streamed else []
         report = protos.StepReport(
             step=batch.step,
             policy_version=self.policy_version,
@@ -156,10 +158,10 @@ class TrainerService(Worker, protos.TrainerServicer):
         self._reports.append(report)
         self._outbox.put(protos.TrainReply(report=report))
         fault(self.name, "step.reported", step=batch.step)
-        if push is None:
-            self._push_task = asyncio.create_task(self._push_and_tell(batch.step), name=f"push-{batch.step}")
-        else:
+        for push in pushes:
             self._outbox.put(protos.TrainReply(push=push))
+        if not self.outgoing.streamed:
+            self._push_task = asyncio.create_task(self._push_and_tell(batch.step), name=f"push-{batch.step}")
         await self._save_if_due(batch.step)
 
     async def _advance(
@@ -196,23 +198,39 @@ class TrainerService(Worker, protos.TrainerServicer):
     # Pushes.
 
     async def _push_and_tell(self, version: int) -> None:
-        self._outbox.put(protos.TrainReply(push=await self._push(version)))
+        async for report in self._push(version):
+            self._outbox.put(protos.TrainReply(push=report))
 
-    async def _push(self, version: int) -> protos.PushReport:
+    async def _push(self, version: int) -> AsyncIterator[protos.PushReport]:
+        """A report for each crew."""
         async with self._pushing:
-            report = await self._the_pusher().push(version, transport=self.config.push.transport)
-        fault(self.name, "push.done", step=version)
-        return report
+            pusher = self._the_pusher()
+            reports = roll(
+                pusher,
+                self._rota,
+                version,
+                names=pusher.lacking(version),
+                transport=self.config.push.transport,
+                superseded=lambda oldest: self._is_overtaken(version, oldest),
+            )
+            async for report in reports:
+                fault(self.name, "push.crew" if report.waiting else "push.done", step=version)
+                yield report
+
+    def _is_overtaken(self, version: int, oldest: int) -> bool:
+        """A newer version waits for the buckets, and those that this one has not reached may lag behind that one."""
+        return self._computed_step > version and self._computed_step - oldest <= self.config.push.max_version_skew
 
     async def SyncRollouts(self, request: protos.SyncRolloutsRequest, context: Any) -> protos.SyncRolloutsReply:
         """Servers that came in between get the current version in a group of their own."""
         async with self._pushing:
             pusher = self._the_pusher()
             await pusher.set_members(request.servers)
-            needy = [server.name for server in request.servers if server.needs_version]
-            report = await pusher.push(self.policy_version, transport=self.config.push.transport, names=needy)
-        report.committed.extend(server.name for server in request.servers if not server.needs_version)
-        return protos.SyncRolloutsReply(push=report)
+            version = self.policy_version
+            behind = {one.name for one in request.servers if one.needs_version or one.policy_version < version}
+            names = sorted(behind.intersection(pusher.lacking(version)))
+            reports = roll(pusher, self._rota, version, names=names, transport=self.config.push.transport)
+            return protos.SyncRolloutsReply(push=merged([report async for report in reports]))
 
     def _the_pusher(self) -> Pusher:
         """Made with the first push: it needs the incarnation, which the conductor gives at the join."""

@@ -45,6 +45,7 @@ class Training:
         *,
         sharing: Sharing,
         push_seconds: float,
+        crew_size: int | None,
         members: Callable[[], Iterable[Member]],
         incarnation: Callable[[], int],
         post: Callable[[Callable[[], None]], None],
@@ -63,6 +64,7 @@ class Training:
         self._incarnation = 0
         self._current_incarnation = incarnation
         self._push_seconds = push_seconds
+        self._crew_size = crew_size
         self._members = members
         self._post = post
         self._on_report = on_report
@@ -133,7 +135,7 @@ class Training:
                 reply = await call(
                     stub.SyncRollouts,
                     request,
-                    deadline_seconds=2 * self._push_seconds + 5,
+                    deadline_seconds=(2 * self._push_seconds + 5) * self._num_crews(len(servers)),
                     what="bringing rollout servers up",
                 )
             except PeerError as error:
@@ -144,6 +146,9 @@ class Training:
                 continue
             self._post(lambda: self._synchronized(reply.push))  # noqa: B023 - posted before the next turn
 
+    def _num_crews(self, servers: int) -> int:
+        return -(-max(servers, 1) // (self._crew_size or max(servers, 1)))
+
     def _address(self, member: Member) -> protos.RolloutAddress:
         newest = max(self.book.pushed_version, self._joined_version)  # a push may have died with its trainer
         current = member.has_version and member.policy_version >= newest
@@ -151,6 +156,7 @@ class Training:
             name=member.name,
             address=member.address,
             needs_version=not current,
+            policy_version=member.policy_version,
             capabilities=member.identity.capabilities,
         )
 
@@ -242,7 +248,8 @@ class Training:
             if batch is not None and self.book.train(reply.report.step):
                 self._on_report(reply.report, batch)
         if reply.HasField("push"):
-            self._idle.set()
+            if not reply.push.waiting:
+                self._idle.set()
             self._on_push(reply.push)
         if reply.HasField("checkpoint"):
             self._on_checkpoint(reply.checkpoint)

@@ -263,6 +263,7 @@ class PushReport(google.protobuf.message.Message):
     NUM_BYTES_FIELD_NUMBER: builtins.int
     TRANSPORT_FIELD_NUMBER: builtins.int
     BEGIN_SECONDS_FIELD_NUMBER: builtins.int
+    WAITING_FIELD_NUMBER: builtins.int
     policy_version: builtins.int
     """that was pushed"""
     incarnation: builtins.int
@@ -287,6 +288,10 @@ class PushReport(google.protobuf.message.Message):
     def failed(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """name of the server -> why it was evicted"""
 
+    @property
+    def waiting(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """names of the servers that this version has not been brought to yet"""
+
     def __init__(
         self,
         *,
@@ -300,8 +305,9 @@ class PushReport(google.protobuf.message.Message):
         num_bytes: builtins.int = ...,
         transport: builtins.str = ...,
         begin_seconds: builtins.float = ...,
+        waiting: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["begin_seconds", b"begin_seconds", "committed", b"committed", "failed", b"failed", "incarnation", b"incarnation", "num_bytes", b"num_bytes", "policy_version", b"policy_version", "seconds", b"seconds", "stall_seconds", b"stall_seconds", "transfer_seconds", b"transfer_seconds", "transport", b"transport"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begin_seconds", b"begin_seconds", "committed", b"committed", "failed", b"failed", "incarnation", b"incarnation", "num_bytes", b"num_bytes", "policy_version", b"policy_version", "seconds", b"seconds", "stall_seconds", b"stall_seconds", "transfer_seconds", b"transfer_seconds", "transport", b"transport", "waiting", b"waiting"]) -> None: ...
 
 Global___PushReport: typing_extensions.TypeAlias = PushReport
 
@@ -313,12 +319,15 @@ class RolloutAddress(google.protobuf.message.Message):
     ADDRESS_FIELD_NUMBER: builtins.int
     NEEDS_VERSION_FIELD_NUMBER: builtins.int
     CAPABILITIES_FIELD_NUMBER: builtins.int
+    POLICY_VERSION_FIELD_NUMBER: builtins.int
     name: builtins.str
     """as in Identity"""
     address: builtins.str
     """host:port"""
     needs_version: builtins.bool
     """it does not have the pushed version"""
+    policy_version: builtins.int
+    """that it has, unless it needs one"""
     @property
     def capabilities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """as in Identity: which transports reach it, how many ranks it takes"""
@@ -330,8 +339,9 @@ class RolloutAddress(google.protobuf.message.Message):
         address: builtins.str = ...,
         needs_version: builtins.bool = ...,
         capabilities: collections.abc.Iterable[builtins.str] | None = ...,
+        policy_version: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "capabilities", b"capabilities", "name", b"name", "needs_version", b"needs_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "capabilities", b"capabilities", "name", b"name", "needs_version", b"needs_version", "policy_version", b"policy_version"]) -> None: ...
 
 Global___RolloutAddress: typing_extensions.TypeAlias = RolloutAddress
 

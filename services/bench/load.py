@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.book import Book, Sample
 from services.errors import OffbeatError
-from services.generation import Generation
+from services.generation import Generation, RolloutLink
 from services.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -19,6 +19,24 @@ if TYPE_CHECKING:
 
 LEASE_SECONDS = 600.0
 STREAM_SECONDS = 10.0
+
+
+class Demand:
+    """Every server may begin the next group as long as more is wanted."""
+
+    def __init__(self, group_size: int, *, wants: Callable[[], bool]) -> None:
+        self._group_size = group_size
+        self._wants = wants
+
+    def in_order(self, links: Iterable[RolloutLink]) -> list[tuple[RolloutLink, int]]:
+        """Who has credit for a group."""
+        return [(link, 0) for link in links if link.credit >= self._group_size]
+
+    def may_accept(self, version: int) -> bool:
+        return self._wants()
+
+    def may_redo(self, version: int) -> bool:
+        return True
 
 
 class Load:
@@ -38,8 +56,7 @@ class Load:
             life=1,
             lease_seconds=LEASE_SECONDS,
             next_prompt=config.prompts(),
-            may_accept=lambda: self._wants(),
-            serves=lambda name: True,
+            routing=Demand(config.run.group_size, wants=lambda: self._wants()),
             clock=asyncio.get_running_loop().time,
             post=self._post,
             on_generated=self._generated,

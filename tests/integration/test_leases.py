@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -12,6 +13,8 @@ import services.link
 from services.book import Book, Sample, State
 from services.generation import Generation, within_budget
 from services.link import Link
+from services.roster import Roster
+from services.routing import Routing
 from tests.integration.kit import member, serving, until
 from tests.unit.services.life import Silence, made_trajectory
 
@@ -72,7 +75,8 @@ class Leasing:
         self.book = Book(group_size=2, use_reference=False, max_attempts=max_attempts, journal=Silence())
         self.clock = Clock()
         self.quarantined: list[str] = []
-        self.serves: set[str] = {"rollout-0", "rollout-1"}
+        self.roster = Roster(heartbeat_seconds=1.0)
+        run = SimpleNamespace(num_steps=1, prompts_per_step=groups, group_size=2, max_staleness=0)
         self.generation = Generation(
             self.book,
             sampling=protos.SamplingParams(max_tokens=5),
@@ -80,8 +84,7 @@ class Leasing:
             life=1,
             lease_seconds=10.0,
             next_prompt=lambda position: protos.Prompt(prompt_id=f"p{position}", extra={"max_tokens": budget}),
-            may_accept=lambda: self.book.next_group < groups,
-            serves=lambda name: name in self.serves,
+            routing=Routing(self.roster, self.book, run, max_version_skew=1),
             clock=self.clock,
             post=lambda message: message(),
             on_generated=lambda samples: None,
@@ -93,8 +96,12 @@ class Leasing:
         self.quarantined.append(reason)
         self.book.quarantine(sample, reason)
 
-    async def link(self, name: str, address: str) -> None:
-        await self.generation.connect(member(name, address))
+    async def link(self, name: str, address: str, *, version: int | None = 0) -> None:
+        """A server that has joined; `version` None: it has none yet."""
+        joined = member(name, address)
+        joined.role, joined.has_version, joined.policy_version = "rollout", version is not None, version or 0
+        self.roster.members[name] = joined
+        await self.generation.connect(joined)
         await until(lambda: self.generation.links[name].credit == 8)
 
 
@@ -135,9 +142,8 @@ def test_a_prompt_without_a_budget_is_drawn_as_the_run_says() -> None:
 
 async def test_a_server_without_the_newest_version_gets_no_lease() -> None:
     stage, engine = Leasing(), new_engine()
-    stage.serves.clear()
     async with serving(engine.add) as address:
-        await stage.link("rollout-0", address)
+        await stage.link("rollout-0", address, version=None)
         stage.generation.pump()
         assert stage.book.accepted == 0 and stage.generation.in_hand("rollout-0") == 0
         await stage.generation.close()

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import protos
 from protos.arrays import to_array
 from services.book import Batch, Book, Group, Journal, Sample, State
-from services.conductor import Conductor
+from services.roster import Roster
+from services.routing import Routing
 
 GROUP_SIZE = 3
 PROMPTS_PER_STEP = 2
@@ -75,8 +76,8 @@ class LifeOfSamples(RuleBasedStateMachine):
     # Forward.
 
     def may_accept(self) -> bool:
-        conductor = SimpleNamespace(config=SimpleNamespace(run=RUN), book=self.book)
-        return Conductor.may_accept(cast(Conductor, conductor))
+        routing = Routing(Roster(heartbeat_seconds=1.0), self.book, RUN, max_version_skew=0)
+        return routing.may_accept(self.book.pushed_version)
 
     @precondition(lambda self: self.may_accept())
     @rule()
