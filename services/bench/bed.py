@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,7 @@ def told(bench: Callable[Parameters, int]) -> Callable[Parameters, int]:
 
     @wraps(bench)
     def telling(*args: Parameters.args, **kwargs: Parameters.kwargs) -> int:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # services of a bench end with it
         try:
             return bench(*args, **kwargs)
         except ConfigError as error:

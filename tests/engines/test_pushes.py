@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rollout.engine import Completion, Request, TransferFailed, UpdateMode
 from rollout.sampling import StopReason
@@ -14,7 +15,8 @@ from trainer.outgoing import Outgoing
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.filterwarnings("default")]
 TEXTS = ("1", "12+34=", "7*8=56\n9-", "0" * 40)
-CLOSE = 1e-3
+CLOSE = 1e-2 if torch.cuda.is_available() else 1e-3
+"""nats. Float32 attention takes TensorFloat-32 on a GPU: up to 0.007 was seen on an H200."""
 """Nats, float32."""
 
 
