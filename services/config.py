@@ -287,6 +287,8 @@ class Config(Section):
             )
         if self.trainer.offload == "none":
             yield "launch.time_sharing with trainer.offload=none: the trainer would keep its memory, set all"
+        if self.push.mode == "rolling":
+            yield "launch.time_sharing with push.mode=rolling: no server generates during a push, set all"
         switches = {"vllm": "enable_sleep_mode", "sglang": "enable_memory_saver"}
         for settings in map(self.rollout_of, self.fleet):
             switch = switches.get(settings.engine) if settings.device != "cpu" else None

@@ -11,7 +11,13 @@ from services.placement import placement, visible_gpus
 FOUR = ("0", "1", "2", "3")
 
 
-def config(*, trainer: dict[str, Any] | None = None, fleet: tuple[dict[str, Any], ...] = (), **launch: Any) -> Config:
+def config(
+    *,
+    trainer: dict[str, Any] | None = None,
+    push: dict[str, Any] | None = None,
+    fleet: tuple[dict[str, Any], ...] = (),
+    **launch: Any,
+) -> Config:
     return Config.model_validate(
         {
             "model": "m",
@@ -20,6 +26,7 @@ def config(*, trainer: dict[str, Any] | None = None, fleet: tuple[dict[str, Any]
             "rollout": {"model": "m"},
             "reward": {"functions": [{"target": "arithmetic"}]},
             "trainer": {"model": "m"} | (trainer or {}),
+            "push": push or {},
             "launch": launch | {"fleet": fleet},
         }
     )
@@ -115,6 +122,7 @@ def test_who_shares_is_placed_on_the_first_cards_however_many_there_are() -> Non
         ({"share_gpu": True, "gpus": {"trainer": [0]}}, "launch.share_gpu and launch.gpus both place services"),
         ({"time_sharing": True}, "run.max_staleness=2 would let one run ahead"),
         ({"time_sharing": True}, "launch.time_sharing with trainer.offload=none"),
+        ({"time_sharing": True, "push": {"mode": "rolling"}}, "launch.time_sharing with push.mode=rolling"),
         (
             {"time_sharing": True, "fleet": ({"engine": "vllm"},)},
             "the engine vllm sleeps only with vllm.enable_sleep_mode",
