@@ -16,7 +16,7 @@ from tests.engines.models import MAX_MODEL_LEN
 from trainer.outgoing import Outgoing
 from trainer.weights import Broadcaster, Crew, Receiving
 
-SECONDS = 60.0
+SECONDS = 180.0
 PUSH_SECONDS = 20.0
 LONG = 600
 """Tokens of a sample that is meant to be unfinished when something happens to it."""
