@@ -78,6 +78,7 @@ class Scene:
             config.rules(),
             sharing=self.sharing,
             push_seconds=5.0,
+            crew_size=None,
             members=lambda: [self.server],
             incarnation=lambda: 1,
             post=self.post,
