@@ -84,7 +84,7 @@ class Outgoing:
     def filled(self) -> Generator[Tensor, None, None]:
         """Bucket after bucket, filled on the current stream. Whoever asks for one no longer needs the one before last.
 
-        A collective: all ranks run through it, to the end even where rank 0 turns away early.
+        With shards a collective: the other ranks run it by `follow`, to the end even where rank 0 turns away early.
         """
         with self._alone():
             if self.streamed and self._leads:
