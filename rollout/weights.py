@@ -140,6 +140,8 @@ class Receiver:
         if manifest.hash != self._manifest_hash:
             self._plan = plan_buckets(manifest)
             self._buffers = make_buffers(self._plan, device=self.device)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # or the zeros could still come after what another stream receives
             self._manifest_hash = manifest.hash
 
     # How the bytes come.

@@ -15,8 +15,8 @@ from trainer.outgoing import Outgoing
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.filterwarnings("default")]
 TEXTS = ("1", "12+34=", "7*8=56\n9-", "0" * 40)
-CLOSE = 1e-2 if torch.cuda.is_available() else 1e-3
-"""nats. Float32 attention takes TensorFloat-32 on a GPU: up to 0.007 was seen on an H200."""
+CLOSE = 2.5e-2 if torch.cuda.is_available() else 1e-3
+"""nats. Float32 attention takes TensorFloat-32 on a GPU: on an H200 up to 0.013 was seen with vLLM, 0.019 with SGLang."""
 """Nats, float32."""
 
 
@@ -147,7 +147,7 @@ async def test_a_model_of_another_shape_is_refused_and_nothing_is_touched(served
         await served.engine.await_push(outgoing.checksums)
         await served.engine.swap(served.version + 1, "keep")
 
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
         await push()
     await served.dropped()
     await assert_serves(served, served.base)
