@@ -7,6 +7,7 @@ import fcntl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TextIO
 
 LOCK_FILE = "loading.lock"
 POLL_SECONDS = 0.1
@@ -18,14 +19,18 @@ async def alone_on_card(folder: Path, *, shared: bool) -> AsyncIterator[None]:
     if not shared:
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK_FILE).open("w") as file:
+    with lock_file(folder) as file:
         while not taken(file.fileno()):
             await asyncio.sleep(POLL_SECONDS)
         try:
             yield
         finally:  # an engine's processes may have inherited the file
             fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def lock_file(folder: Path) -> TextIO:
+    folder.mkdir(parents=True, exist_ok=True)
+    return (folder / LOCK_FILE).open("w")
 
 
 def taken(descriptor: int) -> bool:

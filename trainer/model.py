@@ -70,9 +70,7 @@ def without_dropout(model: nn.Module) -> None:
 def pick_device(device: str) -> torch.device:
     """ "auto" is the present CUDA device, or the CPU where there is none. A CUDA device always has its index."""
     chosen = torch.device(device) if device != "auto" else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return chosen
+    return torch.device("cuda", torch.cuda.current_device()) if str(chosen) == "cuda" else chosen
 
 
 def bound_memory(device: str, *, fraction: float | None) -> None:
