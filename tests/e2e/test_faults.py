@@ -78,8 +78,9 @@ def test_the_conductor_dies_twice_and_everybody_joins_it_again(start: StartRun) 
     assert_effectively_once(run, steps=8)
     assert set(run.hashes()) == set(range(1, 9)), "every report has come through"
     assert all(len(set(found)) == 1 for found in run.hashes().values())
-    for name in ("trainer", "rollout-0", "rollout-1", "reward-0"):
-        assert len(run.events("joined", name)) >= 2
+    assert len(run.events("joined", "reward-0")) >= 2
+    back = run.events("joined", "rollout-0") + run.events("joined", "rollout-1")
+    assert len(back) >= 3, "one of them can be late: the other trains the run to its end"
     assert len(run.events("joined", "trainer")) == 3 and len(run.events("recovered")) == 2
 
 
