@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from services.generation import NextPrompt
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
-GROUP_ESTIMATORS = ("grpo", "rloo")
+GROUP_ESTIMATORS = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
 Role = Literal["conductor", "rollout", "reward", "reference", "trainer"]
 
 

@@ -10,7 +10,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce")
+ADVANTAGE_ESTIMATORS = (
+    "grpo",
+    "grpo_passk",
+    "rloo",
+    "opo",
+    "gpg",
+    "reinforce",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+)
 POLICY_LOSSES = ("vanilla", "decoupled")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -40,7 +49,11 @@ class AlgorithmConfig(_Section):
         default="grpo", description="advantage estimator, a name in trainer.advantages.ESTIMATORS"
     )
     norm_adv_by_std: bool = Field(
-        default=True, description="divide group advantages by the group's standard deviation; false gives Dr.GRPO"
+        default=True,
+        description="divide group advantages by the group's standard deviation; false gives Dr.GRPO (grpo, grpo_passk)",
+    )
+    gamma: float = Field(
+        default=1.0, gt=0, le=1, description="discount of the return per counted token (reinforce_plus_plus)"
     )
     loss: Annotated[str, AfterValidator(_one_of("policy loss", POLICY_LOSSES))] = Field(
         default="decoupled", description="policy loss, a name in trainer.losses.LOSSES"
@@ -95,6 +108,8 @@ class AlgorithmConfig(_Section):
             raise ValueError(
                 f"kl_estimator={self.kl_estimator!r} changes a gradient, and a reward has none: drop the +"
             )
+        if self.gamma != 1 and self.adv_estimator != "reinforce_plus_plus":
+            raise ValueError(f"gamma={self.gamma} does nothing with adv_estimator={self.adv_estimator!r}: set it to 1")
         if self.loss == "decoupled" and self.old_logprobs == "behaviour":
             raise ValueError("loss='decoupled' keeps proximal and behaviour apart: set old_logprobs='proximal'")
         if self.loss_scale_factor is not None and self.loss_aggregation != "seq-mean-token-sum-norm":

@@ -42,7 +42,7 @@ class Learner:
         """Of the newest step: behaviour logprobs beside those of the weights that it began with, by rollout server."""
         self._estimate = ESTIMATORS[algorithm.adv_estimator]
         self._policy_loss = LOSSES[algorithm.loss]
-        self._advantage_options = AdvantageOptions(norm_by_std=algorithm.norm_adv_by_std)
+        self._advantage_options = AdvantageOptions(norm_by_std=algorithm.norm_adv_by_std, gamma=algorithm.gamma)
         self._loss_options = _loss_options(algorithm)
         self._device = next(model.parameters()).device
         model.train(config.gradient_checkpointing)

@@ -1,10 +1,29 @@
-"""Advantage estimators by name: one pure function per file, rewards and mask in, advantages and returns out."""
+"""Advantage estimators by name: one pure function per file, rewards and mask in, advantages and returns out.
 
+Beside them stand `gae`, which needs a value model, and `remax`, which needs a greedy sample of each prompt.
+"""
+
+from trainer.advantages.gae import gae
+from trainer.advantages.gpg import gpg
 from trainer.advantages.grpo import grpo
+from trainer.advantages.grpo_passk import grpo_passk
+from trainer.advantages.opo import opo
 from trainer.advantages.reinforce import reinforce
+from trainer.advantages.reinforce_plus_plus import reinforce_plus_plus
+from trainer.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
+from trainer.advantages.remax import remax
 from trainer.advantages.rloo import rloo
 from trainer.advantages.types import AdvantageInputs, AdvantageOptions, AdvantageOutputs, Estimator
 
-ESTIMATORS: dict[str, Estimator] = {"grpo": grpo, "rloo": rloo, "reinforce": reinforce}
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": grpo,
+    "grpo_passk": grpo_passk,
+    "rloo": rloo,
+    "opo": opo,
+    "gpg": gpg,
+    "reinforce": reinforce,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+}
 
-__all__ = ["ESTIMATORS", "AdvantageInputs", "AdvantageOptions", "AdvantageOutputs", "Estimator"]
+__all__ = ["ESTIMATORS", "AdvantageInputs", "AdvantageOptions", "AdvantageOutputs", "Estimator", "gae", "remax"]

@@ -2,7 +2,8 @@
 
 import torch
 
-from trainer.advantages.types import AdvantageInputs, AdvantageOptions, AdvantageOutputs, group_deviations
+from trainer.advantages.groups import group_deviations
+from trainer.advantages.types import AdvantageInputs, AdvantageOptions, AdvantageOutputs
 
 
 def rloo(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantageOutputs:

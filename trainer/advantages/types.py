@@ -1,13 +1,9 @@
-"""What an advantage estimator takes and gives, and the sums over a group that several of them share.
-
-Dimensions: B samples, R response tokens, G groups.
-"""
+"""What an advantage estimator takes and gives. B samples, R response tokens, K parts of the reward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
 
@@ -21,6 +17,14 @@ class AdvantageInputs:
     """1 where a response token counts."""
     group_B: Tensor
     """int64; samples of one prompt share a number, numbers need not be contiguous."""
+    reward_parts_BK: Tensor | None = None
+    """Parts of the reward, in the order of the options' `part_weights` (gdpo)."""
+    logprobs_BR: Tensor | None = None
+    """Of the weights that the step begins with (optimal_token_baseline)."""
+    square_sums_BR: Tensor | None = None
+    """Sum of the squared probabilities of all next tokens, under the same weights (optimal_token_baseline)."""
+    importance_weights_BR: Tensor | None = None
+    """What the loss multiplies a token with for its sampler's age; None: nothing (optimal_token_baseline)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +32,11 @@ class AdvantageOptions:
     """Numbers that estimators read; each names those that it uses."""
 
     norm_by_std: bool = True
-    """Divide by the group's standard deviation (grpo)."""
+    """Divide by the group's standard deviation (grpo, grpo_passk, gdpo)."""
+    gamma: float = 1.0
+    """Discount per counted token (reinforce_plus_plus)."""
+    part_weights: tuple[float, ...] = ()
+    """Weight of each part of the reward (gdpo)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,31 +49,3 @@ class AdvantageOutputs:
 
 
 Estimator: TypeAlias = Callable[[AdvantageInputs, AdvantageOptions], AdvantageOutputs]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupDeviations:
-    """Each sample against its group, as [B] tensors."""
-
-    size_B: Tensor
-    deviation_B: Tensor
-    """Score minus the mean of the group."""
-    std_B: Tensor
-    """Unbiased standard deviation of the group; 0 for a group of one."""
-
-
-def group_deviations(scores_B: Tensor, group_B: Tensor) -> GroupDeviations:
-    """Deviation from the group's mean, exactly zero in a group of equal scores.
-
-    Scores are shifted by the group's smallest before they are summed: else the rounding of a mean of equal scores,
-    divided by a standard deviation that is rounding too, would come out as a sizeable advantage.
-    """
-    groups_G, index_B = torch.unique(group_B, return_inverse=True)
-    zeros_G = torch.zeros(len(groups_G), dtype=scores_B.dtype)
-    size_B = zeros_G.index_add(0, index_B, torch.ones_like(scores_B))[index_B]
-    lowest_B = zeros_G.scatter_reduce(0, index_B, scores_B, "amin", include_self=False)[index_B]
-    shifted_B = scores_B - lowest_B
-    deviation_B = shifted_B - zeros_G.index_add(0, index_B, shifted_B)[index_B] / size_B
-    square_B = zeros_G.index_add(0, index_B, deviation_B.square())[index_B]
-    std_B = (square_B / (size_B - 1).clamp(min=1)).sqrt()
-    return GroupDeviations(size_B=size_B, deviation_B=deviation_B, std_B=std_B)

@@ -1,13 +1,14 @@
 """Advantage estimators against numbers worked out by hand, in float64. B samples, R response tokens."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions
+from trainer.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions, gae, remax
 from trainer.config import ADVANTAGE_ESTIMATORS
 
 
@@ -20,7 +21,7 @@ def inputs(rewards: list[float], groups: list[int], lengths: list[int] | None = 
     return AdvantageInputs(token_rewards_BR=rewards_BR, mask_BR=mask_BR, group_B=torch.tensor(groups))
 
 
-def advantages(name: str, given_inputs: AdvantageInputs, **options: bool) -> torch.Tensor:
+def advantages(name: str, given_inputs: AdvantageInputs, **options: Any) -> torch.Tensor:
     return ESTIMATORS[name](given_inputs, AdvantageOptions(**options)).advantages_BR
 
 
@@ -64,13 +65,85 @@ def test_reinforce_gives_the_return_to_go() -> None:
     close(advantages("reinforce", given_inputs), [[1.5, 0, 2]])
 
 
+def test_pass_at_k_teaches_only_the_best_sample_and_only_what_it_is_ahead() -> None:
+    a = 4 / (math.sqrt(7) + 1e-6)  # rewards 0, 5, 1: mean 2, squares 4 + 9 + 1 = 14, over n - 1 = 2
+    close(advantages("grpo_passk", inputs([0, 5, 1], [1, 1, 1], [1, 2, 2])), [[0, 0], [a, a], [0, 0]])
+    found = advantages("grpo_passk", inputs([0, 5, 1, 3, 3, -1], [1, 1, 1, 0, 0, 0]), norm_by_std=False)
+    close(found, [[0, 0], [4, 4], [0, 0], [0, 0], [0, 0], [0, 0]])
+
+
+def test_pass_at_k_refuses_a_group_of_one() -> None:
+    with pytest.raises(ValueError, match="a group of one has none"):
+        advantages("grpo_passk", inputs([1, 2, 3], [0, 0, 4]))
+
+
+def test_opo_weighs_the_mean_by_length() -> None:
+    found = advantages("opo", inputs([6, 2], [0, 0], [1, 3]))  # baseline (1 * 6 + 3 * 2) / 4 = 3
+    close(found, [[3, 0, 0], [-1, -1, -1]])
+    close(advantages("opo", inputs([6], [0])), [[6, 6]])
+
+
+def test_gpg_scales_by_samples_per_reward_that_is_not_zero() -> None:
+    found = ESTIMATORS["gpg"](inputs([1, 0, 0, 0], [0, 0, 1, 1]), AdvantageOptions())
+    close(found.advantages_BR, [[2, 2], [-2, -2], [0, 0], [0, 0]])
+    assert found.metrics == {"gpg_scale": 4}
+    assert not advantages("gpg", inputs([0, 0], [0, 0])).any()
+
+
+def test_reinforce_plus_plus_discounts_and_whitens_over_the_batch() -> None:
+    found = ESTIMATORS["reinforce_plus_plus"](inputs([4, 0], [0, 1]), AdvantageOptions(gamma=0.5))
+    close(found.returns_BR, [[2, 4], [0, 0]])
+    scale = 1 / math.sqrt(11 / 3)  # mean 3/2; squares 1/4 + 25/4 + 9/4 + 9/4 = 11, over n - 1 = 3
+    expected = torch.tensor([[0.5, 2.5], [-1.5, -1.5]], dtype=torch.float64) * scale
+    torch.testing.assert_close(found.advantages_BR, expected, rtol=0, atol=1e-7)
+
+
+def test_reinforce_plus_plus_passes_what_a_tool_said_undiscounted() -> None:
+    given_inputs = AdvantageInputs(
+        token_rewards_BR=torch.tensor([[0.0, 7.0, 4.0], [0.0, 0.0, 0.0]]).double(),
+        mask_BR=torch.tensor([[1, 0, 1], [1, 1, 1]]).double(),
+        group_B=torch.tensor([0, 1]),
+    )
+    found = ESTIMATORS["reinforce_plus_plus"](given_inputs, AdvantageOptions(gamma=0.5))
+    close(found.returns_BR, [[2, 0, 4], [0, 0, 0]])
+    assert found.advantages_BR[0, 1] == 0
+
+
+def test_reinforce_plus_plus_baseline_whitens_what_the_group_mean_leaves() -> None:
+    found = advantages("reinforce_plus_plus_baseline", inputs([3, 1, 5, 5], [0, 0, 1, 1], [1, 1, 1, 1]))
+    a = 1 / math.sqrt(2 / 3)  # deviations 1, -1, 0, 0: squares 2 over n - 1 = 3
+    torch.testing.assert_close(found, torch.tensor([[a], [-a], [0], [0]]).double(), rtol=0, atol=1e-7)
+
+
+def test_whitening_one_token_gives_nothing_to_learn() -> None:
+    found = advantages("reinforce_plus_plus", inputs([1], [0], [1]))
+    assert found.abs().item() < 1e-3
+
+
+def test_gae_adds_up_discounted_temporal_differences() -> None:
+    rewards_BR = torch.tensor([[0.0, 0.0, 1.0]]).double()
+    values_BR = torch.tensor([[0.5, 0.25, 0.5]]).double()
+    found = gae(rewards_BR, values_BR, torch.ones_like(rewards_BR), gamma=1.0, lam=0.5)
+    # deltas -1/4, 1/4, 1/2; L from the right 1/2, 1/4 + 1/4, -1/4 + 1/4
+    close(found.returns_BR, [[0.5, 0.75, 1.0]])
+    a = 1 / (6 * math.sqrt(1 / 12))  # L = 0, 1/2, 1/2: mean 1/3, squares 1/9 + 1/36 + 1/36 = 1/6, over n - 1 = 2
+    expected = torch.tensor([[-2 * a, a, a]]).double()
+    torch.testing.assert_close(found.advantages_BR, expected, rtol=0, atol=1e-6)
+
+
+def test_remax_takes_the_greedy_reward_off() -> None:
+    found = remax(inputs([3, 1], [0, 0], [2, 1]), torch.tensor([2.0, 2.0]).double())
+    close(found.advantages_BR, [[1, 1], [-1, 0]])
+    close(found.returns_BR, [[3, 3], [1, 0]])
+
+
 @pytest.mark.parametrize("size", [2, 3, 5, 6, 7, 8])
 def test_equal_rewards_give_exactly_zero_in_float32(size: int) -> None:
     rewards_BR = torch.full((size, 1), 0.1)
     given_inputs = AdvantageInputs(
         token_rewards_BR=rewards_BR, mask_BR=torch.ones_like(rewards_BR), group_B=torch.zeros(size, dtype=torch.int64)
     )
-    for name in ("grpo", "rloo"):
+    for name in ("grpo", "grpo_passk", "rloo", "opo", "gpg"):
         assert not advantages(name, given_inputs).any()
 
 
@@ -83,7 +156,7 @@ def test_a_permutation_of_samples_permutes_the_advantages(
     samples: list[tuple[float, int, int]], data: st.DataObject
 ) -> None:
     order = data.draw(st.permutations(range(len(samples))))
-    for name in ESTIMATORS:
+    for name in ESTIMATORS.keys() - {"grpo_passk"}:  # which has no answer to a group of one
         straight = advantages(name, inputs(*map(list, zip(*samples, strict=True))))
         shuffled = advantages(name, inputs(*map(list, zip(*[samples[i] for i in order], strict=True))))
         torch.testing.assert_close(shuffled, straight[order], rtol=1e-6, atol=1e-6)

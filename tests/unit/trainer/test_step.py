@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from trainer.advantages import ESTIMATORS
 from trainer.batch import Trajectory
 from trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from trainer.step import Learner
@@ -190,6 +191,19 @@ def test_old_logprobs_may_be_those_of_the_behaviour_policy() -> None:
     found = learner(loss="vanilla", old_logprobs="behaviour").train(trajectories(4), step=0, policy_version=3)
     assert found["ratio_max"] > 2
     assert found["importance_ratio_max"] == 1.0
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_trains(name: str) -> None:
+    found = learner(adv_estimator=name)
+    before = weights(found.model)
+    for step in range(2):
+        told = found.train(trajectories(step, masked=step == 1), step=step, policy_version=3)
+        assert told["updates"] == 1
+        assert told["grad_norm"] > 0
+        assert all(np.isfinite(value) for value in told.values())
+        before, last = weights(found.model), before
+        assert (before - last).abs().max() > 1e-3
 
 
 def test_a_poisoned_update_is_skipped_and_counted() -> None:

@@ -13,7 +13,8 @@ from trainer.config import AlgorithmConfig, CheckpointConfig, OptimizerConfig, T
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"adv_estimator": "grp"}, "did you mean 'grpo'.*existing: grpo, rloo, reinforce"),
+        ({"adv_estimator": "grp"}, "did you mean 'grpo'.*existing: grpo, grpo_passk, rloo"),
+        ({"gamma": 0.9}, "gamma=0.9 does nothing with adv_estimator='grpo'"),
         ({"loss": "decopled"}, "did you mean 'decoupled'"),
         ({"kl_use": "loss"}, "set kl_coef > 0"),
         ({"kl_coef": 0.1}, "set kl_use to"),
