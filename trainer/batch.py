@@ -77,6 +77,8 @@ class Batch:
     reference_logprobs_BR: Tensor | None
     rewards_B: Tensor
     group_B: Tensor
+    weights_BR: Tensor | None = None
+    """Factor of every per-token policy loss, once the step has corrected the batch; None: 1."""
 
     @property
     def lengths_B(self) -> Tensor:

@@ -1,6 +1,6 @@
 """One training step from trajectories to new weights.
 
-reward (- KL) -> advantages -> [ micro-batches -> forward, loss, backward ] -> clip -> AdamW -> metrics
+reward (- KL) -> correction -> advantages -> [ micro-batches -> forward, loss, backward ] -> clip -> AdamW -> metrics
 
 Dimensions: B samples, T tokens, R response tokens, N counted response tokens. The batch and everything computed from
 rewards stay on the CPU; micro-batches go to the device. Losses are divided by counts of the whole batch, so neither the
@@ -8,6 +8,7 @@ split into micro-batches nor one over ranks changes the gradient.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from trainer.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions
 from trainer.batch import Batch, Trajectory, collate
 from trainer.config import AlgorithmConfig, TrainerConfig
-from trainer.corrections import effective_sample_share
+from trainer.corrections import correct, effective_sample_share
 from trainer.logprobs import TokenScorer
 from trainer.losses import LOSSES, Denominators, LossInputs, LossOptions
 from trainer.losses.kl import kl_penalty
@@ -44,6 +45,7 @@ class Learner:
         self._policy_loss = LOSSES[algorithm.loss]
         self._advantage_options = AdvantageOptions(norm_by_std=algorithm.norm_adv_by_std, gamma=algorithm.gamma)
         self._loss_options = _loss_options(algorithm)
+        self._correction = algorithm.correction
         self._device = next(model.parameters()).device
         model.train(config.gradient_checkpointing)
         if config.gradient_checkpointing:
@@ -62,15 +64,21 @@ class Learner:
         batch = collate(trajectories)
         metrics = {"step": float(step), "policy_version": float(policy_version)}
         metrics |= batch_metrics(trajectories, policy_version=policy_version)
-        old_BR = self._old_logprobs_for_rewards(batch)
+        old_BR = self._old_logprobs_of_all(batch)
         token_rewards_BR, reward_metrics = self._token_rewards(batch, old_BR)
+        sampled_BR, corrections = batch.mask_BR, StepMetrics()
+        if self._correction.on and old_BR is not None:
+            found = correct(self._correction, batch, old_BR, trajectories, policy_version=policy_version)
+            batch, corrections = replace(batch, mask_BR=found.mask_BR, weights_BR=found.weights_BR), found.metrics
         advantages = self._estimate(
             AdvantageInputs(token_rewards_BR=token_rewards_BR, mask_BR=batch.mask_BR, group_B=batch.group_B),
             self._advantage_options,
         )
         metrics |= reward_metrics | advantages.metrics
         run = self._updates(batch, advantages.advantages_BR, old_BR)
-        metrics |= run.metrics()
+        if self._correction.on:  # a server that is far off is judged by its rejected tokens too
+            run.compared_BR = sampled_BR
+        metrics |= run.metrics() | corrections
         self.mismatches = mismatches(*run.differences(), trajectories, policy_version=policy_version)
         self.schedule_position += 1
         return metrics
@@ -79,10 +87,11 @@ class Learner:
         """Give the device back what `offload` says, until the next step; weights are packed for a push before."""
         self._offload.leave()
 
-    def _old_logprobs_for_rewards(self, batch: Batch) -> Tensor | None:
+    def _old_logprobs_of_all(self, batch: Batch) -> Tensor | None:
+        """Where they are wanted before it is known which samples have a gradient."""
         if self.config.algorithm.old_logprobs == "behaviour":
             return batch.behaviour_logprobs_BR
-        if self.config.algorithm.kl_use == "reward":
+        if self.config.algorithm.kl_use == "reward" or self._correction.on:
             return self._proximal_logprobs(batch, torch.arange(len(batch.rewards_B)))
         return None
 
@@ -183,7 +192,9 @@ class _Run:
         self.old_BR = old_BR
         self.active_B = active_B
         self.proximal_BR = proximal_BR
-        """Of the weights that the step began with, at the active rows; None: not computed apart from the loss."""
+        """Of the weights that the step began with; None: not computed apart from the loss."""
+        self.compared_BR = batch.mask_BR * active_B[:, None]
+        """Where they are compared with the behaviour's."""
         self.tally = Tally()
         self._differences: list[Tensor] = []
         self._rows: list[Tensor] = []
@@ -198,7 +209,7 @@ class _Run:
         self._differences.append((logprobs_N.detach() - behaviour_BR.flatten().index_select(0, micro.slots_N)).abs())
         if not self._updates:
             self._rows.append(micro.rows_B.to(micro.slots_N.device)[micro.slots_N // micro.width])
-        reference_BR = self.batch.reference_logprobs_BR
+        reference_BR, weights_BR = self.batch.reference_logprobs_BR, self.batch.weights_BR
         return LossInputs(
             logprobs_BR=logprobs_BR,
             old_logprobs_BR=logprobs_BR.detach() if self.old_BR is None else self._cut(micro, self.old_BR),
@@ -207,6 +218,7 @@ class _Run:
             mask_BR=self._cut(micro, self.batch.mask_BR),
             denominators=denominators,
             reference_logprobs_BR=None if reference_BR is None else self._cut(micro, reference_BR),
+            weights_BR=None if weights_BR is None else self._cut(micro, weights_BR),
             entropy_BR=None if entropy_N is None else micro.scatter(entropy_N),
         )
 
@@ -220,7 +232,7 @@ class _Run:
     def differences(self) -> tuple[Tensor, Tensor]:
         """|behaviour - trainer| logprobs before the first update: (row of the batch [N], difference [N])."""
         if self.proximal_BR is not None:
-            rows_N, columns_N = (self.batch.mask_BR * self.active_B[:, None]).nonzero(as_tuple=True)
+            rows_N, columns_N = self.compared_BR.nonzero(as_tuple=True)
             difference_BR = (self.proximal_BR - self.batch.behaviour_logprobs_BR).abs()
             return rows_N, difference_BR[rows_N, columns_N]
         known = len(self._rows)

@@ -1,4 +1,4 @@
-"""From the behaviour policy to the proximal one: importance weights per token. B samples, R response tokens."""
+"""The ratio of proximal to behaviour policy per token, and its effective sample size. B samples, R response tokens."""
 
 import torch
 from torch import Tensor

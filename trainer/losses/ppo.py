@@ -45,9 +45,9 @@ def clipped_surrogate(inputs: LossInputs, options: LossOptions) -> tuple[Tensor,
 
 
 def policy_loss(loss_BR: Tensor, inputs: LossInputs, options: LossOptions, metrics: dict[str, Metric]) -> LossOutputs:
-    """Aggregates a per-token policy loss and reports it as `policy_loss`."""
+    """Aggregates a per-token policy loss, times the correction's weights, and reports it as `policy_loss`."""
     loss = aggregate(
-        loss_BR,
+        loss_BR if inputs.weights_BR is None else loss_BR * inputs.weights_BR,
         inputs.mask_BR,
         mode=options.aggregation,
         denominators=inputs.denominators,

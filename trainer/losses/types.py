@@ -38,6 +38,8 @@ class LossInputs:
     mask_BR: Tensor
     denominators: Denominators
     reference_logprobs_BR: Tensor | None = None
+    weights_BR: Tensor | None = None
+    """Correction from the behaviour to the proximal policy, a factor of every per-token policy loss; None: 1."""
     entropy_BR: Tensor | None = None
     """Of the whole next-token distribution, nats; carries the gradient only when the entropy bonus is on."""
 
