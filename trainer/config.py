@@ -20,7 +20,7 @@ ADVANTAGE_ESTIMATORS = (
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
 )
-POLICY_LOSSES = ("vanilla", "decoupled")
+POLICY_LOSSES = ("vanilla", "decoupled", "gspo", "sapo", "cispo", "gpg", "geo_mean", "dppo_tv", "dppo_kl", "dro")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 REJECTION_STATISTICS = (
@@ -141,11 +141,31 @@ class AlgorithmConfig(_Section):
         description="denominator of the PPO ratio: the trainer's own logprobs from before the batch's first update, "
         "or the engine's logprobs as they came (one forward less, and the clip then bounds the staleness too)",
     )
-    clip_low: float = Field(default=0.2, gt=0, le=1, description="PPO ratio is clipped below at 1 - clip_low")
-    clip_high: float = Field(default=0.2, gt=0, description="PPO ratio is clipped above at 1 + clip_high")
-    clip_dual: float = Field(default=3.0, gt=1, description="bound on ratio where the advantage is negative")
+    clip_low: float = Field(
+        default=0.2,
+        gt=0,
+        le=1,
+        description="PPO ratio is clipped below at 1 - clip_low; geo_mean: its log at -clip_low; dppo: bound on the"
+        " divergence where the advantage is negative",
+    )
+    clip_high: float = Field(
+        default=0.2,
+        gt=0,
+        description="PPO ratio is clipped above at 1 + clip_high; geo_mean: its log at clip_high; dppo: bound on the"
+        " divergence where the advantage is positive",
+    )
+    clip_dual: float = Field(
+        default=3.0, gt=1, description="bound on ratio where the advantage is negative; dppo: everywhere"
+    )
+    tau_positive: float = Field(default=1.0, gt=0, description="sapo: steepness of the gate where the advantage is > 0")
+    tau_negative: float = Field(default=1.05, gt=0, description="sapo: steepness of the gate elsewhere")
+    dro_beta: float | None = Field(
+        default=None, gt=0, description="dro: weight of the squared log ratio; that loss cannot do without"
+    )
     loss_aggregation: Annotated[str, AfterValidator(_one_of("loss aggregation", AGGREGATIONS))] = Field(
-        default="token-mean", description="how per-token losses become one number"
+        default="token-mean",
+        description="how per-token losses become one number; the policy part of sapo always takes seq-mean-token-mean,"
+        " that of geo_mean the mean over samples",
     )
     loss_scale_factor: float | None = Field(
         default=None,
@@ -200,6 +220,8 @@ class AlgorithmConfig(_Section):
                 "loss='decoupled' has a weight of its own (importance_cap): set loss='vanilla' or"
                 " correction.weights='none'"
             )
+        if (self.loss == "dro") != (self.dro_beta is not None):
+            raise ValueError("dro_beta is the strength of loss='dro', which has no default: set both or neither")
         if self.loss_scale_factor is not None and self.loss_aggregation != "seq-mean-token-sum-norm":
             raise ValueError("loss_scale_factor needs loss_aggregation='seq-mean-token-sum-norm'")
         return self

@@ -19,7 +19,7 @@ from trainer.batch import Batch, Trajectory, collate
 from trainer.config import AlgorithmConfig, TrainerConfig
 from trainer.corrections import correct, effective_sample_share
 from trainer.logprobs import TokenScorer
-from trainer.losses import LOSSES, Denominators, LossInputs, LossOptions
+from trainer.losses import LEARNS_WITHOUT_ADVANTAGE, LOSSES, Denominators, LossInputs, LossOptions
 from trainer.losses.kl import kl_penalty
 from trainer.losses.objective import objective
 from trainer.metrics import StepMetrics, Tally, absolute_differences, batch_metrics
@@ -129,6 +129,8 @@ class Learner:
         algorithm = self.config.algorithm
         if not algorithm.skip_zero_advantage or algorithm.kl_use == "loss" or algorithm.entropy_coef:
             return counted_B
+        if algorithm.loss in LEARNS_WITHOUT_ADVANTAGE:
+            return counted_B
         return counted_B & (advantages_BR * batch.mask_BR).any(-1)
 
     @torch.no_grad()
@@ -148,7 +150,10 @@ class Learner:
         """One optimizer update on the samples `rows_B`; all of them count in the denominators."""
         mask_BR = run.batch.mask_BR[rows_B]
         denominators = Denominators(
-            tokens=float(mask_BR.sum()), sequences=float(mask_BR.any(-1).sum()), width=float(mask_BR.shape[1])
+            tokens=float(mask_BR.sum()),
+            sequences=float(mask_BR.any(-1).sum()),
+            samples=float(len(rows_B)),
+            width=float(mask_BR.shape[1]),
         )
         loss = torch.zeros((), device=self._device)
         for micro in self._micro_batches(run.batch, rows_B[run.active_B[rows_B]]):
@@ -265,6 +270,9 @@ def _loss_options(algorithm: AlgorithmConfig) -> LossOptions:
         aggregation=algorithm.loss_aggregation,
         loss_scale_factor=algorithm.loss_scale_factor,
         importance_cap=algorithm.importance_cap,
+        tau_positive=algorithm.tau_positive,
+        tau_negative=algorithm.tau_negative,
+        dro_beta=algorithm.dro_beta,
         kl_loss_coef=algorithm.kl_coef if algorithm.kl_use == "loss" else 0.0,
         kl_estimator=algorithm.kl_estimator,
         entropy_coef=algorithm.entropy_coef,

@@ -1,9 +1,38 @@
 """Policy losses by name: one pure function per file, tensors of one micro-batch in, loss and metrics out."""
 
+from trainer.losses.cispo import cispo
 from trainer.losses.decoupled import decoupled
+from trainer.losses.dppo import dppo_kl, dppo_tv
+from trainer.losses.dro import dro
+from trainer.losses.geo_mean import geo_mean
+from trainer.losses.gpg import gpg
+from trainer.losses.gspo import gspo
 from trainer.losses.ppo import vanilla
+from trainer.losses.sapo import sapo
 from trainer.losses.types import Denominators, LossInputs, LossOptions, LossOutputs, PolicyLoss
 
-LOSSES: dict[str, PolicyLoss] = {"vanilla": vanilla, "decoupled": decoupled}
+LOSSES: dict[str, PolicyLoss] = {
+    "vanilla": vanilla,
+    "decoupled": decoupled,
+    "gspo": gspo,
+    "sapo": sapo,
+    "cispo": cispo,
+    "gpg": gpg,
+    "geo_mean": geo_mean,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "dro": dro,
+}
 
-__all__ = ["LOSSES", "Denominators", "LossInputs", "LossOptions", "LossOutputs", "PolicyLoss"]
+LEARNS_WITHOUT_ADVANTAGE = frozenset({"dro"})
+"""Losses whose gradient depends on samples of zero advantage too: the learner never leaves those out."""
+
+__all__ = [
+    "LEARNS_WITHOUT_ADVANTAGE",
+    "LOSSES",
+    "Denominators",
+    "LossInputs",
+    "LossOptions",
+    "LossOutputs",
+    "PolicyLoss",
+]

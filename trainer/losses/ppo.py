@@ -5,6 +5,7 @@ from torch import Tensor
 
 from trainer.corrections import log_ratio
 from trainer.losses.aggregate import aggregate
+from trainer.losses.diagnostics import clip_metrics, ratio_metrics
 from trainer.losses.types import LossInputs, LossOptions, LossOutputs
 from trainer.metrics import Metric, token_mean
 
@@ -22,25 +23,15 @@ def vanilla(inputs: LossInputs, options: LossOptions) -> LossOutputs:
 def clipped_surrogate(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, dict[str, Metric]]:
     """Per-token loss [B, R] of clipped PPO, and its clip fractions and ratios."""
     advantages_BR = inputs.advantages_BR
-    log_ratio_BR = log_ratio(inputs.logprobs_BR, inputs.old_logprobs_BR)
-    ratio_BR = log_ratio_BR.exp()
+    ratio_BR = log_ratio(inputs.logprobs_BR, inputs.old_logprobs_BR).exp()
     free_BR = -advantages_BR * ratio_BR
     clipped_BR = -advantages_BR * ratio_BR.clamp(1 - options.clip_low, 1 + options.clip_high)
     single_BR = torch.maximum(free_BR, clipped_BR)
     bound_BR = -advantages_BR * options.clip_dual
     negative_BR = advantages_BR < 0
     loss_BR = torch.where(negative_BR, torch.minimum(bound_BR, single_BR), single_BR)
-    with torch.no_grad():
-        is_clipped_BR = clipped_BR > free_BR
-        mask_BR = inputs.mask_BR
-        metrics = {
-            "clip_fraction_low": token_mean(is_clipped_BR & negative_BR, mask_BR),
-            "clip_fraction_high": token_mean(is_clipped_BR & ~negative_BR, mask_BR),
-            "clip_fraction_dual": token_mean((single_BR > bound_BR) & negative_BR, mask_BR),
-            "ratio_mean": token_mean(ratio_BR, mask_BR),
-            "ratio_max": Metric((ratio_BR * mask_BR).amax(), "max"),
-            "ppo_kl": token_mean(-log_ratio_BR, mask_BR),
-        }
+    metrics = clip_metrics(clipped_BR > free_BR, inputs) | ratio_metrics(inputs)
+    metrics["clip_fraction_dual"] = token_mean((single_BR > bound_BR) & negative_BR, inputs.mask_BR)
     return loss_BR, metrics
 
 

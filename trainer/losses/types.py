@@ -20,6 +20,8 @@ class Denominators:
     """Response tokens that count."""
     sequences: float
     """Samples with at least one such token."""
+    samples: float
+    """All samples."""
     width: float
     """R of the whole batch."""
 
@@ -54,6 +56,9 @@ class LossOptions:
     aggregation: str = "token-mean"
     loss_scale_factor: float | None = None
     importance_cap: float | None = 2.0
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+    dro_beta: float | None = None
     kl_loss_coef: float = 0.0
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0

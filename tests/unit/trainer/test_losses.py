@@ -24,7 +24,10 @@ def rows(*values: list[float]) -> Tensor:
 
 def counts(mask_BR: Tensor) -> Denominators:
     return Denominators(
-        tokens=float(mask_BR.sum()), sequences=float(mask_BR.any(-1).sum()), width=float(mask_BR.shape[1])
+        tokens=float(mask_BR.sum()),
+        sequences=float(mask_BR.any(-1).sum()),
+        samples=float(len(mask_BR)),
+        width=float(mask_BR.shape[1]),
     )
 
 
@@ -37,7 +40,7 @@ def one_token(ratio: float, advantage: float, *, weight: float = 1.0, **more: An
         behaviour_logprobs_BR=rows([old - math.log(weight)]),
         advantages_BR=rows([advantage]),
         mask_BR=rows([1]),
-        denominators=Denominators(tokens=1, sequences=1, width=1),
+        denominators=Denominators(tokens=1, sequences=1, samples=1, width=1),
         **more,
     )
 

@@ -15,10 +15,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trainer.advantages import ESTIMATORS
 from trainer.batch import Trajectory
-from trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from trainer.config import POLICY_LOSSES, AlgorithmConfig, OptimizerConfig, TrainerConfig
 from trainer.step import Learner
 
 VOCABULARY = 17
+LOSS_OPTIONS: dict[str, dict[str, Any]] = {"dro": {"dro_beta": 0.1}}
+"""What a policy loss cannot do without."""
 torch.set_num_threads(1)
 
 
@@ -185,6 +187,25 @@ def test_the_kl_in_the_reward_changes_advantages_and_needs_a_reference() -> None
     assert not torch.allclose(trained(batch, **options), trained(batch, adv_estimator="reinforce"))
     with pytest.raises(ValueError, match="needs reference logprobs"):
         trained([replace(t, reference_logprobs=None) for t in batch], **options)
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_every_policy_loss_trains_two_steps_of_several_updates(loss: str) -> None:
+    ours = learner(loss=loss, epochs=2, minibatches=2, **LOSS_OPTIONS.get(loss, {}))
+    before = weights(ours.model)
+    told = [ours.train(trajectories(seed, masked=True), step=seed, policy_version=3) for seed in range(2)]
+    assert [(step["updates"], step["skipped"]) for step in told] == [(4, 0), (4, 0)]
+    assert all(np.isfinite(list(step.values())).all() for step in told)
+    assert told[1]["ratio_max"] > 1.0
+    assert not torch.allclose(weights(ours.model), before, atol=1e-3)
+
+
+def test_dro_pulls_samples_without_advantage_too() -> None:
+    batch = [replace(t, reward=1.0) if t.group < 2 else t for t in trajectories(5)]
+    options: dict[str, Any] = {"loss": "dro", "dro_beta": 0.5, "old_logprobs": "behaviour"}
+    found = learner(**options)
+    assert found.train(batch, step=0, policy_version=3)["samples_computed"] == 16
+    torch.testing.assert_close(trained(batch, **options), trained(batch, skip_zero_advantage=False, **options))
 
 
 def test_old_logprobs_may_be_those_of_the_behaviour_policy() -> None:

@@ -21,6 +21,8 @@ from trainer.config import AlgorithmConfig, CheckpointConfig, OptimizerConfig, T
         ({"kl_use": "reward", "kl_coef": 0.1, "kl_estimator": "k3+"}, "drop the \\+"),
         ({"old_logprobs": "behaviour"}, "set old_logprobs='proximal'"),
         ({"loss_scale_factor": 8}, "seq-mean-token-sum-norm"),
+        ({"loss": "dro"}, "set both or neither"),
+        ({"dro_beta": 0.1}, "set both or neither"),
         ({"clip_lo": 0.1}, "Extra inputs"),
     ],
 )
