@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from services.generation import NextPrompt
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
-GROUP_ESTIMATORS = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
+GROUP_ESTIMATORS = ("grpo", "grpo_passk", "gdpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
 Role = Literal["conductor", "rollout", "reward", "reference", "trainer"]
 
 
@@ -275,8 +275,19 @@ class Config(Section):
             if sampling.temperature == 0
             else "",
             "launch.share_gpu and launch.gpus both place services: say one" if launch.share_gpu and launch.gpus else "",
+            *self._gdpo_problems(),
             *(self._time_sharing_problems() if launch.time_sharing else ()),
         ]
+
+    def _gdpo_problems(self) -> Iterator[str]:
+        """Parts of the reward that nobody gives."""
+        functions = [function.label for function in self.reward.functions]
+        for name in self.trainer.algorithm.gdpo_weights:
+            if name.partition("/")[0] not in functions:
+                yield (
+                    f"trainer.algorithm.gdpo_weights names {name!r}, and the reward functions are"
+                    f" {', '.join(functions)}: name one, or a part of one as FUNCTION/PART"
+                )
 
     def _time_sharing_problems(self) -> Iterator[str]:
         """What keeps a card from changing hands."""

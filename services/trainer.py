@@ -324,6 +324,7 @@ def from_wire(trajectory: protos.Trajectory) -> Trajectory:
         behaviour_logprobs=from_array(trajectory.behaviour_logprobs),
         loss_mask=from_array(trajectory.loss_mask) if trajectory.HasField("loss_mask") else None,
         reward=trajectory.reward,
+        reward_parts=dict(trajectory.reward_breakdown),
         reference_logprobs=(
             from_array(trajectory.reference_logprobs) if trajectory.HasField("reference_logprobs") else None
         ),

@@ -4,8 +4,8 @@ Dimensions: B samples, T prompt + response tokens (right-padded), R response tok
 Padding needs no attention mask: attention is causal and padding stands to the right of every token that counts.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,8 @@ class Trajectory:
     """[n], 1 where the policy made the token; None: everywhere."""
     reward: float
     """Scalar reward of the whole response."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """What the reward is made of, by name; not weighted."""
     reference_logprobs: npt.NDArray[np.float32] | None = None
     """[n], nats, under the reference policy."""
     spans: tuple[tuple[int, int], ...]

@@ -8,11 +8,12 @@ import difflib
 from collections.abc import Callable
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 ADVANTAGE_ESTIMATORS = (
     "grpo",
     "grpo_passk",
+    "gdpo",
     "rloo",
     "opo",
     "gpg",
@@ -128,10 +129,16 @@ class AlgorithmConfig(_Section):
     )
     norm_adv_by_std: bool = Field(
         default=True,
-        description="divide group advantages by the group's standard deviation; false gives Dr.GRPO (grpo, grpo_passk)",
+        description="divide group advantages by the group's standard deviation; false gives Dr.GRPO (grpo, grpo_passk,"
+        " gdpo)",
     )
     gamma: float = Field(
         default=1.0, gt=0, le=1, description="discount of the return per counted token (reinforce_plus_plus)"
+    )
+    gdpo_weights: dict[str, FiniteFloat] = Field(
+        default_factory=dict,
+        description="weight of each part of the reward that gdpo learns from, by its name in the breakdown: that of a"
+        " reward function, or FUNCTION/PART",
     )
     loss: Annotated[str, AfterValidator(_one_of("policy loss", POLICY_LOSSES))] = Field(
         default="decoupled", description="policy loss, a name in trainer.losses.LOSSES"
@@ -198,6 +205,19 @@ class AlgorithmConfig(_Section):
     )
 
     @model_validator(mode="after")
+    def _estimator_fits(self) -> Self:
+        if (self.adv_estimator == "gdpo") != bool(self.gdpo_weights):
+            raise ValueError(
+                "gdpo_weights are the parts of the reward that adv_estimator='gdpo' norms by themselves, e.g."
+                " {gsm8k: 1, format: 0.5}: set both or neither"
+            )
+        if self.adv_estimator == "gdpo" and self.kl_use == "reward":
+            raise ValueError("adv_estimator='gdpo' looks at the parts of the reward only: set kl_use='loss'")
+        if self.gamma != 1 and self.adv_estimator != "reinforce_plus_plus":
+            raise ValueError(f"gamma={self.gamma} does nothing with adv_estimator={self.adv_estimator!r}: set it to 1")
+        return self
+
+    @model_validator(mode="after")
     def _combinations(self) -> Self:
         if self.kl_use != "none" and self.kl_coef == 0:
             raise ValueError(f"kl_use={self.kl_use!r} does nothing with kl_coef=0: set kl_coef > 0 or kl_use='none'")
@@ -209,8 +229,6 @@ class AlgorithmConfig(_Section):
             raise ValueError(
                 f"kl_estimator={self.kl_estimator!r} changes a gradient, and a reward has none: drop the +"
             )
-        if self.gamma != 1 and self.adv_estimator != "reinforce_plus_plus":
-            raise ValueError(f"gamma={self.gamma} does nothing with adv_estimator={self.adv_estimator!r}: set it to 1")
         if self.loss == "decoupled" and self.old_logprobs == "behaviour":
             raise ValueError("loss='decoupled' keeps proximal and behaviour apart: set old_logprobs='proximal'")
         if self.correction.on and self.old_logprobs == "behaviour":

@@ -27,6 +27,7 @@ from trainer.mismatch import Mismatch, mismatches
 from trainer.offload import Offload
 from trainer.optimizer import build_optimizer, learning_rate, update
 from trainer.packing import MicroBatch, micro_batch, pack
+from trainer.reward_parts import part_metrics, reward_parts
 
 
 class Learner:
@@ -43,7 +44,12 @@ class Learner:
         """Of the newest step: behaviour logprobs beside those of the weights that it began with, by rollout server."""
         self._estimate = ESTIMATORS[algorithm.adv_estimator]
         self._policy_loss = LOSSES[algorithm.loss]
-        self._advantage_options = AdvantageOptions(norm_by_std=algorithm.norm_adv_by_std, gamma=algorithm.gamma)
+        self._advantage_options = AdvantageOptions(
+            norm_by_std=algorithm.norm_adv_by_std,
+            gamma=algorithm.gamma,
+            part_weights=tuple(algorithm.gdpo_weights.values()),
+        )
+        self._part_names = tuple(algorithm.gdpo_weights)
         self._loss_options = _loss_options(algorithm)
         self._correction = algorithm.correction
         self._device = next(model.parameters()).device
@@ -57,8 +63,8 @@ class Learner:
         """Makes `epochs * minibatches` optimizer updates on one batch and gives the step's figures.
 
         `policy_version` is the trainer's before this step; staleness counts from it. Raises ValueError when the KL is
-        used and a trajectory has no reference logprobs. Updates whose loss or gradient norm is not finite are left out
-        and counted in `skipped`.
+        used and a trajectory has no reference logprobs, or gdpo and one lacks a part of the reward. Updates whose loss
+        or gradient norm is not finite are left out and counted in `skipped`.
         """
         self._offload.bring_weights()
         batch = collate(trajectories)
@@ -70,8 +76,16 @@ class Learner:
         if self._correction.on and old_BR is not None:
             found = correct(self._correction, batch, old_BR, trajectories, policy_version=policy_version)
             batch, corrections = replace(batch, mask_BR=found.mask_BR, weights_BR=found.weights_BR), found.metrics
+        parts_BK = reward_parts(trajectories, self._part_names) if self._part_names else None
+        if parts_BK is not None:
+            metrics |= part_metrics(parts_BK, self._part_names)
         advantages = self._estimate(
-            AdvantageInputs(token_rewards_BR=token_rewards_BR, mask_BR=batch.mask_BR, group_B=batch.group_B),
+            AdvantageInputs(
+                token_rewards_BR=token_rewards_BR,
+                mask_BR=batch.mask_BR,
+                group_B=batch.group_B,
+                reward_parts_BK=parts_BK,
+            ),
             self._advantage_options,
         )
         metrics |= reward_metrics | advantages.metrics

@@ -4,6 +4,7 @@ Beside them stand `gae`, which needs a value model, and `remax`, which needs a g
 """
 
 from trainer.advantages.gae import gae
+from trainer.advantages.gdpo import gdpo
 from trainer.advantages.gpg import gpg
 from trainer.advantages.grpo import grpo
 from trainer.advantages.grpo_passk import grpo_passk
@@ -18,6 +19,7 @@ from trainer.advantages.types import AdvantageInputs, AdvantageOptions, Advantag
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": grpo,
     "grpo_passk": grpo_passk,
+    "gdpo": gdpo,
     "rloo": rloo,
     "opo": opo,
     "gpg": gpg,

@@ -133,6 +133,11 @@ BY_OVERRIDE = [
         "temperature=0.5: trainer.algorithm.temperature=0.5 differs",
     ),
     ("greedy", ["rollout.sampling.temperature=0"], "trainer.algorithm.temperature: Input should be greater than 0"),
+    (
+        "a part of the reward that nobody gives",
+        ["trainer.algorithm.adv_estimator=gdpo", "trainer.algorithm.gdpo_weights={gms8k: 1}"],
+        "trainer.algorithm.gdpo_weights names 'gms8k', and the reward functions are arithmetic, length: name one",
+    ),
     ("unknown estimator", ["trainer.algorithm.adv_estimator=grop"], "did you mean 'grpo'?"),
     ("unknown loss", ["trainer.algorithm.loss=decouple"], "did you mean 'decoupled'?"),
     (

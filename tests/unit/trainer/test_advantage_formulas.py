@@ -134,9 +134,18 @@ def plain_baseline(batch: list[Sample]) -> list[Row]:
     return whitened(spread([centred(sample, batch) for sample in batch], batch), batch)
 
 
+def plain_gdpo(batch: list[Sample]) -> list[Row]:
+    found = [0.0] * len(batch)
+    for k, weight in enumerate(OPTIONS.part_weights):
+        for row, sample in enumerate(batch):
+            found[row] += weight * normed(sample.parts[k], [other.parts[k] for other in group_of(sample, batch)])
+    return whitened(spread(found, batch), batch)
+
+
 PLAIN: dict[str, Callable[[list[Sample]], list[Row]]] = {
     "grpo": plain_grpo,
     "grpo_passk": plain_passk,
+    "gdpo": plain_gdpo,
     "rloo": plain_rloo,
     "opo": plain_opo,
     "gpg": plain_gpg,

@@ -1,6 +1,7 @@
 """Advantage estimators against numbers worked out by hand, in float64. B samples, R response tokens."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,6 +116,24 @@ def test_reinforce_plus_plus_baseline_whitens_what_the_group_mean_leaves() -> No
     torch.testing.assert_close(found, torch.tensor([[a], [-a], [0], [0]]).double(), rtol=0, atol=1e-7)
 
 
+def test_gdpo_norms_each_part_by_itself() -> None:
+    told = replace(
+        inputs([9, 9, 9, 9], [0, 0, 1, 1]), reward_parts_BK=torch.tensor([[1, 0], [0, 0], [0, 20], [0, 0.0]]).double()
+    )
+    found = ESTIMATORS["gdpo"](told, AdvantageOptions(part_weights=(1.0, 2.0)))
+    # each part is +-1/sqrt(2) in the group where it differs, 0 in the other: a, -a, 2a, -2a on two tokens each
+    a = 1 / math.sqrt(20 / 7)  # squares 2 (1 + 1 + 4 + 4), over n - 1 = 7
+    expected = torch.tensor([[a, a], [-a, -a], [2 * a, 2 * a], [-2 * a, -2 * a]]).double()
+    torch.testing.assert_close(found.advantages_BR, expected, rtol=0, atol=1e-5)
+    plain = ESTIMATORS["gdpo"](told, AdvantageOptions(part_weights=(1.0, 2.0), norm_by_std=False)).advantages_BR
+    assert plain[2, 0] / plain[0, 0] == pytest.approx(40)
+
+
+def test_gdpo_without_parts_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs the parts of the reward"):
+        advantages("gdpo", inputs([1, 0], [0, 0]), part_weights=(1.0,))
+
+
 def test_whitening_one_token_gives_nothing_to_learn() -> None:
     found = advantages("reinforce_plus_plus", inputs([1], [0], [1]))
     assert found.abs().item() < 1e-3
@@ -156,7 +175,7 @@ def test_a_permutation_of_samples_permutes_the_advantages(
     samples: list[tuple[float, int, int]], data: st.DataObject
 ) -> None:
     order = data.draw(st.permutations(range(len(samples))))
-    for name in ESTIMATORS.keys() - {"grpo_passk"}:  # which has no answer to a group of one
+    for name in ESTIMATORS.keys() - {"grpo_passk", "gdpo"}:  # a group of one is refused; tested on parts elsewhere
         straight = advantages(name, inputs(*map(list, zip(*samples, strict=True))))
         shuffled = advantages(name, inputs(*map(list, zip(*[samples[i] for i in order], strict=True))))
         torch.testing.assert_close(shuffled, straight[order], rtol=1e-6, atol=1e-6)

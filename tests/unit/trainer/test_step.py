@@ -57,6 +57,7 @@ def trajectories(seed: int, *, groups: int = 4, group_size: int = 4, masked: boo
                 behaviour_logprobs=-3.5 * draw.random(length).astype(np.float32),
                 loss_mask=(draw.random(length) < 0.7).astype(np.uint8) if masked else None,
                 reward=float(draw.random()),
+                reward_parts={"exact": float(index % 3), "exact/form": float(index % 2)},
                 reference_logprobs=-3.5 * draw.random(length).astype(np.float32),
                 spans=((3, length),) if index % 2 else ((1, 1), *(((3, length - 1),) if length > 1 else ())),
                 stop_reason="length" if index % 4 == 0 else "stop",
@@ -216,7 +217,7 @@ def test_old_logprobs_may_be_those_of_the_behaviour_policy() -> None:
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_estimator_trains(name: str) -> None:
-    found = learner(adv_estimator=name)
+    found = learner(adv_estimator=name, gdpo_weights={"exact": 1.0, "exact/form": 0.5} if name == "gdpo" else {})
     before = weights(found.model)
     for step in range(2):
         told = found.train(trajectories(step, masked=step == 1), step=step, policy_version=3)
@@ -225,6 +226,21 @@ def test_every_estimator_trains(name: str) -> None:
         assert all(np.isfinite(value) for value in told.values())
         before, last = weights(found.model), before
         assert (before - last).abs().max() > 1e-3
+
+
+def test_the_parts_of_the_reward_must_be_there_for_gdpo_and_are_reported() -> None:
+    found = learner(adv_estimator="gdpo", gdpo_weights={"exact": 1.0, "exact/form": 0.5})
+    told = found.train(trajectories(0), step=0, policy_version=3)
+    assert told["reward_mean/exact"] == pytest.approx(15 / 16)
+    assert told["reward_mean/exact/form"] == 1 / 2
+    for parts, message in (
+        ({"exact": 1.0}, "trajectory s3: gdpo_weights asks for part 'exact/form' of the reward, which has: exact$"),
+        ({}, "which has: no breakdown at all"),
+        ({"exact": 1.0, "exact/form": 1e300}, "trajectory s3: part 'exact/form' of the reward is not finite"),
+    ):
+        batch = [replace(t, reward_parts=parts) if t.sample == "s3" else t for t in trajectories(0)]
+        with pytest.raises(ValueError, match=message):
+            found.train(batch, step=1, policy_version=3)
 
 
 def test_a_poisoned_update_is_skipped_and_counted() -> None:

@@ -13,7 +13,14 @@ from trainer.config import AlgorithmConfig, CheckpointConfig, OptimizerConfig, T
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"adv_estimator": "grp"}, "did you mean 'grpo'.*existing: grpo, grpo_passk, rloo"),
+        ({"adv_estimator": "grp"}, "did you mean 'grpo'.*existing: grpo, grpo_passk, gdpo, rloo"),
+        ({"adv_estimator": "gdpo"}, "gdpo_weights are the parts of the reward.*set both or neither"),
+        ({"gdpo_weights": {"a": 1.0}}, "set both or neither"),
+        ({"adv_estimator": "gdpo", "gdpo_weights": {"a": float("nan")}}, "finite"),
+        (
+            {"adv_estimator": "gdpo", "gdpo_weights": {"a": 1.0}, "kl_use": "reward", "kl_coef": 0.1},
+            "looks at the parts of the reward only",
+        ),
         ({"gamma": 0.9}, "gamma=0.9 does nothing with adv_estimator='grpo'"),
         ({"loss": "decopled"}, "did you mean 'decoupled'"),
         ({"kl_use": "loss"}, "set kl_coef > 0"),
