@@ -21,7 +21,10 @@ ADVANTAGE_ESTIMATORS = (
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
 )
-POLICY_LOSSES = ("vanilla", "decoupled", "gspo", "sapo", "cispo", "gpg", "geo_mean", "dppo_tv", "dppo_kl", "dro")
+POLICY_LOSSES = (
+    *("vanilla", "decoupled", "gspo", "sapo", "cispo", "gpg", "geo_mean"),
+    *("clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro"),
+)
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 REJECTION_STATISTICS = (
@@ -169,6 +172,18 @@ class AlgorithmConfig(_Section):
     dro_beta: float | None = Field(
         default=None, gt=0, description="dro: weight of the squared log ratio; that loss cannot do without"
     )
+    clip_cov_share: float = Field(
+        default=0.0002,
+        gt=0,
+        le=1,
+        description="clip_cov: share of a micro-batch's tokens without gradient, at least one",
+    )
+    clip_cov_low: float = Field(default=1.0, description="clip_cov: these tokens have a covariance above this")
+    clip_cov_high: float = Field(default=5.0, description="clip_cov: and below this")
+    kl_cov_share: float = Field(
+        default=0.0002, gt=0, le=1, description="kl_cov: share of a micro-batch's tokens to penalize, at least one"
+    )
+    kl_cov_coef: float = Field(default=1.0, ge=0, description="kl_cov: weight of their absolute log ratio")
     loss_aggregation: Annotated[str, AfterValidator(_one_of("loss aggregation", AGGREGATIONS))] = Field(
         default="token-mean",
         description="how per-token losses become one number; the policy part of sapo always takes seq-mean-token-mean,"
@@ -238,6 +253,12 @@ class AlgorithmConfig(_Section):
                 "loss='decoupled' has a weight of its own (importance_cap): set loss='vanilla' or"
                 " correction.weights='none'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _loss_is_whole(self) -> Self:
+        if self.clip_cov_low >= self.clip_cov_high:
+            raise ValueError(f"clip_cov_low={self.clip_cov_low} must be below clip_cov_high={self.clip_cov_high}")
         if (self.loss == "dro") != (self.dro_beta is not None):
             raise ValueError("dro_beta is the strength of loss='dro', which has no default: set both or neither")
         if self.loss_scale_factor is not None and self.loss_aggregation != "seq-mean-token-sum-norm":

@@ -7,6 +7,12 @@ import numpy as np
 import torch
 
 
+def step_generator(seed: int, step: int) -> torch.Generator:
+    """A generator on the CPU that depends on these two numbers only: a step that is trained again draws the same."""
+    mixed = np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(mixed[0]))
+
+
 def random_states() -> dict[str, Any]:
     """States of the global generators: bytes as hex, floats as float.hex, integers as they are."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)

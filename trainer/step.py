@@ -27,6 +27,7 @@ from trainer.mismatch import Mismatch, mismatches
 from trainer.offload import Offload
 from trainer.optimizer import build_optimizer, learning_rate, update
 from trainer.packing import MicroBatch, micro_batch, pack
+from trainer.randomness import step_generator
 from trainer.reward_parts import part_metrics, reward_parts
 
 
@@ -89,7 +90,7 @@ class Learner:
             self._advantage_options,
         )
         metrics |= reward_metrics | advantages.metrics
-        run = self._updates(batch, advantages.advantages_BR, old_BR)
+        run = self._updates(batch, advantages.advantages_BR, old_BR, step)
         if self._correction.on:  # a server that is far off is judged by its rejected tokens too
             run.compared_BR = sampled_BR
         metrics |= run.metrics() | corrections
@@ -124,14 +125,14 @@ class Learner:
         mean = float(kl_BR.sum() / batch.mask_BR.sum().clamp(min=1))
         return rewards_BR - algorithm.kl_coef * kl_BR, {"kl_in_reward": mean}
 
-    def _updates(self, batch: Batch, advantages_BR: Tensor, old_BR: Tensor | None) -> "_Run":
+    def _updates(self, batch: Batch, advantages_BR: Tensor, old_BR: Tensor | None, step: int) -> "_Run":
         algorithm = self.config.algorithm
         active_B = self._active(batch, advantages_BR)
         minibatches = min(algorithm.minibatches, len(active_B))
         if old_BR is None and algorithm.epochs * minibatches > 1:
             old_BR = self._proximal_logprobs(batch, active_B.nonzero().flatten())
         proximal_BR = old_BR if algorithm.old_logprobs == "proximal" else None
-        run = _Run(batch, advantages_BR, old_BR, active_B, proximal_BR)
+        run = _Run(batch, advantages_BR, old_BR, active_B, proximal_BR, step_generator(self.config.seed, step))
         for _ in range(algorithm.epochs):
             for rows in np.array_split(np.arange(len(active_B)), minibatches):
                 self._update(run, torch.from_numpy(rows))
@@ -205,8 +206,10 @@ class _Run:
         old_BR: Tensor | None,
         active_B: Tensor,
         proximal_BR: Tensor | None,
+        generator: torch.Generator,
     ) -> None:
         self.batch = batch
+        self.generator = generator
         self.advantages_BR = advantages_BR
         self.old_BR = old_BR
         self.active_B = active_B
@@ -238,6 +241,7 @@ class _Run:
             denominators=denominators,
             reference_logprobs_BR=None if reference_BR is None else self._cut(micro, reference_BR),
             weights_BR=None if weights_BR is None else self._cut(micro, weights_BR),
+            generator=self.generator,
             entropy_BR=None if entropy_N is None else micro.scatter(entropy_N),
         )
 
@@ -287,6 +291,11 @@ def _loss_options(algorithm: AlgorithmConfig) -> LossOptions:
         tau_positive=algorithm.tau_positive,
         tau_negative=algorithm.tau_negative,
         dro_beta=algorithm.dro_beta,
+        clip_cov_share=algorithm.clip_cov_share,
+        clip_cov_low=algorithm.clip_cov_low,
+        clip_cov_high=algorithm.clip_cov_high,
+        kl_cov_share=algorithm.kl_cov_share,
+        kl_cov_coef=algorithm.kl_cov_coef,
         kl_loss_coef=algorithm.kl_coef if algorithm.kl_use == "loss" else 0.0,
         kl_estimator=algorithm.kl_estimator,
         entropy_coef=algorithm.entropy_coef,

@@ -1,12 +1,14 @@
 """Policy losses by name: one pure function per file, tensors of one micro-batch in, loss and metrics out."""
 
 from trainer.losses.cispo import cispo
+from trainer.losses.clip_cov import clip_cov
 from trainer.losses.decoupled import decoupled
 from trainer.losses.dppo import dppo_kl, dppo_tv
 from trainer.losses.dro import dro
 from trainer.losses.geo_mean import geo_mean
 from trainer.losses.gpg import gpg
 from trainer.losses.gspo import gspo
+from trainer.losses.kl_cov import kl_cov
 from trainer.losses.ppo import vanilla
 from trainer.losses.sapo import sapo
 from trainer.losses.types import Denominators, LossInputs, LossOptions, LossOutputs, PolicyLoss
@@ -19,12 +21,14 @@ LOSSES: dict[str, PolicyLoss] = {
     "cispo": cispo,
     "gpg": gpg,
     "geo_mean": geo_mean,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
     "dro": dro,
 }
 
-LEARNS_WITHOUT_ADVANTAGE = frozenset({"dro"})
+LEARNS_WITHOUT_ADVANTAGE = frozenset({"clip_cov", "kl_cov", "dro"})
 """Losses whose gradient depends on samples of zero advantage too: the learner never leaves those out."""
 
 __all__ = [

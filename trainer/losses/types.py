@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from torch import Tensor
+from torch import Generator, Tensor
 
 from trainer.metrics import Metric
 
@@ -42,6 +42,8 @@ class LossInputs:
     reference_logprobs_BR: Tensor | None = None
     weights_BR: Tensor | None = None
     """Correction from the behaviour to the proximal policy, a factor of every per-token policy loss; None: 1."""
+    generator: Generator | None = None
+    """Of the draws that a loss makes, on the CPU; None: torch's global one."""
     entropy_BR: Tensor | None = None
     """Of the whole next-token distribution, nats; carries the gradient only when the entropy bonus is on."""
 
@@ -59,6 +61,11 @@ class LossOptions:
     tau_positive: float = 1.0
     tau_negative: float = 1.05
     dro_beta: float | None = None
+    clip_cov_share: float = 0.0002
+    clip_cov_low: float = 1.0
+    clip_cov_high: float = 5.0
+    kl_cov_share: float = 0.0002
+    kl_cov_coef: float = 1.0
     kl_loss_coef: float = 0.0
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0

@@ -279,3 +279,89 @@ def test_on_policy_every_ratio_loss_has_the_plain_policy_gradient() -> None:
     }
     for slope_BR in slopes.values():
         torch.testing.assert_close(slope_BR, slopes["gpg"])
+
+
+def test_a_correction_weighs_tokens_and_geo_mean_takes_its_geometric_mean() -> None:
+    inputs = drawn(11)
+    weights_BR = torch.full_like(inputs.mask_BR, 1.7) * inputs.mask_BR
+    for name in LOSSES:
+        plain, weighed = (LOSSES[name](replace(inputs, weights_BR=w), OPTIONS).loss for w in (None, weights_BR))
+        if name not in {"clip_cov"}:  # draws anew
+            assert weighed.item() == pytest.approx(1.7 * plain.item())
+    two = torch.tensor([[2.0, 8.0]], dtype=torch.float64)
+    pair = replace(
+        one_token(1.0, 1.0),
+        **{name: torch.ones_like(two) for name in ("logprobs_BR", "old_logprobs_BR", "advantages_BR", "mask_BR")},
+    )
+    assert LOSSES["geo_mean"](replace(pair, weights_BR=two), OPTIONS).loss.item() == pytest.approx(-4)
+
+
+# The two that choose tokens by their covariance.
+
+
+def covariances(inputs: LossInputs) -> dict[tuple[int, int], float]:
+    """Of each counted token, in plain Python."""
+    lp, a, mask = inputs.logprobs_BR.tolist(), inputs.advantages_BR.tolist(), inputs.mask_BR.tolist()
+    places = [(i, t) for i, row in enumerate(mask) for t, m in enumerate(row) if m]
+    mean_lp, mean_a = (sum(x[i][t] for i, t in places) / len(places) for x in (lp, a))
+    return {(i, t): (a[i][t] - mean_a) * (lp[i][t] - mean_lp) for i, t in places}
+
+
+@pytest.mark.parametrize("share", [1e-6, 0.4, 1.0])
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 2**31))
+def test_kl_cov_punishes_the_tokens_of_highest_covariance(share: float, seed: int) -> None:
+    inputs = drawn(seed)
+    found = covariances(inputs)
+    num = max(1, int(share * len(found)))
+    chosen = sorted(found, key=lambda place: -found[place])[:num]
+    lp, old, a = (x.tolist() for x in (inputs.logprobs_BR, inputs.old_logprobs_BR, inputs.advantages_BR))
+    total = sum(-a[i][t] * math.exp(lp[i][t] - old[i][t]) for i, t in found)
+    total += sum(0.7 * abs(lp[i][t] - old[i][t]) for i, t in chosen)
+    options = LossOptions(kl_cov_share=share, kl_cov_coef=0.7)
+    assert LOSSES["kl_cov"](inputs, options).loss.item() == pytest.approx(total / len(found), abs=1e-7)
+    assert told("kl_cov", inputs, options)["covariance_fraction"] == pytest.approx(num / len(found))
+
+
+@pytest.mark.parametrize("share", [1e-6, 0.3, 1.0])
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 2**31))
+def test_clip_cov_silences_a_random_part_of_the_free_tokens_within_the_bounds(share: float, seed: int) -> None:
+    options = replace(OPTIONS, clip_cov_share=share, clip_cov_low=-0.1, clip_cov_high=0.4)
+    inputs = replace(drawn(seed), generator=torch.Generator().manual_seed(seed))
+    found = covariances(inputs)
+    lp, old, a = (x.tolist() for x in (inputs.logprobs_BR, inputs.old_logprobs_BR, inputs.advantages_BR))
+    losses, free = {}, []
+    for place, covariance in found.items():
+        i, t = place
+        ratio = math.exp(lp[i][t] - old[i][t])
+        plain, clipped = -a[i][t] * ratio, -a[i][t] * clamp(ratio, 0.8, 1.28)
+        losses[place] = max(plain, clipped)
+        if clipped <= plain and -0.1 < covariance < 0.4:
+            free.append(place)
+    order = torch.randperm(len(free), generator=torch.Generator().manual_seed(seed)).tolist()
+    silent = [free[k] for k in order[: max(1, int(share * len(found)))]]
+    expected = (sum(losses.values()) - sum(losses[place] for place in silent)) / len(found)
+    outputs = LOSSES["clip_cov"](inputs, options)
+    (slope_BR,) = torch.autograd.grad(outputs.loss, inputs.logprobs_BR)
+    assert outputs.loss.item() == pytest.approx(expected, abs=1e-7)
+    assert all(slope_BR[place] == 0 for place in silent)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_covariance_losses_have_the_gradient_of_finite_differences(name: str) -> None:
+    inputs = drawn(5)
+    options = replace(OPTIONS, clip_cov_low=-9, clip_cov_high=9, clip_cov_share=0.3, kl_cov_share=0.3)
+
+    def loss(logprobs_BR: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return LOSSES[name](replace(inputs, logprobs_BR=logprobs_BR, generator=generator), options).loss
+
+    assert torch.autograd.gradcheck(loss, (inputs.logprobs_BR,))
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_a_micro_batch_without_a_counted_token_has_no_loss(name: str) -> None:
+    inputs = drawn(2)
+    empty = replace(inputs, mask_BR=torch.zeros_like(inputs.mask_BR))
+    assert LOSSES[name](empty, OPTIONS).loss.item() == 0

@@ -201,6 +201,17 @@ def test_every_policy_loss_trains_two_steps_of_several_updates(loss: str) -> Non
     assert not torch.allclose(weights(ours.model), before, atol=1e-3)
 
 
+def test_clip_cov_draws_by_seed_and_step_and_not_from_the_global_generator() -> None:
+    def told(step: int, global_seed: int) -> torch.Tensor:
+        torch.manual_seed(global_seed)
+        found = learner(loss="clip_cov", clip_cov_low=-9, clip_cov_high=9, clip_cov_share=0.5)
+        assert found.train(trajectories(0), step=step, policy_version=3)["covariance_fraction"] > 0.3
+        return weights(found.model)
+
+    assert torch.equal(told(1, 0), told(1, 1))
+    assert not torch.equal(told(1, 0), told(2, 0))
+
+
 def test_dro_pulls_samples_without_advantage_too() -> None:
     batch = [replace(t, reward=1.0) if t.group < 2 else t for t in trajectories(5)]
     options: dict[str, Any] = {"loss": "dro", "dro_beta": 0.5, "old_logprobs": "behaviour"}

@@ -28,6 +28,7 @@ from trainer.config import AlgorithmConfig, CheckpointConfig, OptimizerConfig, T
         ({"kl_use": "reward", "kl_coef": 0.1, "kl_estimator": "k3+"}, "drop the \\+"),
         ({"old_logprobs": "behaviour"}, "set old_logprobs='proximal'"),
         ({"loss_scale_factor": 8}, "seq-mean-token-sum-norm"),
+        ({"clip_cov_low": 5.0}, "must be below clip_cov_high"),
         ({"loss": "dro"}, "set both or neither"),
         ({"dro_beta": 0.1}, "set both or neither"),
         ({"clip_lo": 0.1}, "Extra inputs"),
