@@ -42,6 +42,12 @@ class RunConfig(Section):
     staleness_policy: Literal["drop", "keep"] = Field(
         default="drop", description="groups that grew too old all the same: drop and count them, or keep and correct"
     )
+    dynamic_sampling: int = Field(
+        default=0,
+        ge=0,
+        description="groups of equal reward that a step drops and replaces by other prompts (DAPO), at most so many a"
+        " step; after these they are trained on. 0: none",
+    )
     log_every: int = Field(default=10, ge=1, description="steps between two log lines")
 
 
@@ -256,6 +262,9 @@ class Config(Section):
             f"run.group_size=1 leaves nothing to compare with: {algorithm.adv_estimator} needs at least 2"
             if run.group_size == 1 and algorithm.adv_estimator in GROUP_ESTIMATORS
             else "",
+            f"run.dynamic_sampling={run.dynamic_sampling} with run.group_size=1: one sample has no other to differ from"
+            if run.group_size == 1 and run.dynamic_sampling
+            else "",
             f"run.prompts_per_step={run.prompts_per_step} x run.group_size={run.group_size} = {batch} samples cannot be"
             f" cut into trainer.algorithm.minibatches={algorithm.minibatches}"
             if batch % algorithm.minibatches
@@ -315,6 +324,7 @@ class Config(Section):
             prompts_per_step=run.prompts_per_step,
             max_staleness=run.max_staleness,
             staleness_policy=run.staleness_policy,
+            dynamic_sampling=run.dynamic_sampling,
             min_group_samples=2 if self.trainer.algorithm.adv_estimator in GROUP_ESTIMATORS else 1,
         )
 
@@ -352,6 +362,7 @@ class BatchRules(Section):
     max_staleness: int
     staleness_policy: str
     min_group_samples: int
+    dynamic_sampling: int
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

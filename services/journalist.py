@@ -76,6 +76,8 @@ class Journalist:
             "staleness_mean": sum(age * count for age, count in batch.staleness.items()) / max(samples, 1),
             "staleness_max": float(max(batch.staleness, default=0)),
         }
+        if self.config.run.dynamic_sampling:
+            metrics["dropped_filtered"] = float(self.book.dropped["filtered"])
         for server, (mean, num_tokens) in means(report.mismatches).items():
             metrics[f"logprob_diff_mean/{server}"] = mean
             metrics[f"logprob_diff_tokens/{server}"] = float(num_tokens)

@@ -13,6 +13,7 @@ from services.book import Batch, Book, Group
 from services.channel import call
 from services.errors import PeerError
 from services.faults import fault
+from services.filtering import Filtering
 from services.ledger import Ledger
 from services.link import Link
 from services.roster import Member
@@ -32,6 +33,7 @@ class Rules(Protocol):
     max_staleness: int
     staleness_policy: str
     min_group_samples: int
+    dynamic_sampling: int
 
 
 class Training:
@@ -58,6 +60,7 @@ class Training:
         self.ledger = ledger
         self.rules = rules
         self.sharing = sharing
+        self.filtering = Filtering(limit=rules.dynamic_sampling)
         self.link: TrainerLink | None = None
         self.ready = False
         """The trainer has synchronized the rollout servers since it joined: it may be fed."""
@@ -177,6 +180,7 @@ class Training:
         formed = False
         while len(self.book.batches) < BATCHES_AHEAD and (groups := self._next_groups()):
             batch = self.book.record(self.book.recorded_step + 1, groups)
+            self.filtering.recorded()
             self._unsent.append(batch.step)
             formed = True
         if formed:
@@ -216,9 +220,13 @@ class Training:
         return self.ready and self.sharing.trains and not self.book.batches and not told
 
     def _next_groups(self) -> list[Group]:
-        """The oldest complete groups that the next step may train on; empty while there are too few."""
+        """The oldest complete groups that the next step may train on; empty while there are too few.
+
+        With dynamic sampling groups are looked at as they come, so that others begin in their place at once.
+        """
         step = self.book.recorded_step + 1
-        if step > self.rules.num_steps or len(self.book.complete) < self.rules.prompts_per_step:
+        too_few = len(self.book.complete) < self.rules.prompts_per_step and not self.rules.dynamic_sampling
+        if step > self.rules.num_steps or too_few:
             return []
         chosen: list[Group] = []
         for position in sorted(self.book.complete):
@@ -236,7 +244,9 @@ class Training:
         if len(group.ready()) < self.rules.min_group_samples:
             return "invalid"
         staleness = step - 1 - group.oldest_version()
-        return "stale" if staleness > self.rules.max_staleness and self.rules.staleness_policy == "drop" else ""
+        if staleness > self.rules.max_staleness and self.rules.staleness_policy == "drop":
+            return "stale"
+        return "filtered" if self.filtering.drops(group) else ""
 
     # Replies.
 

@@ -175,7 +175,7 @@ class LifeOfSamples(RuleBasedStateMachine):
         self.place[sample.key] = "quarantined"
 
     @precondition(lambda self: self.book.complete)
-    @rule(at=AT, reason=st.sampled_from(["stale", "invalid"]))
+    @rule(at=AT, reason=st.sampled_from(["stale", "invalid", "filtered"]))
     def drop_group(self, at: int, reason: str) -> None:
         positions = sorted(self.book.complete)
         group = self.book.groups[positions[at % len(positions)]]
