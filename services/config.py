@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from services.generation import NextPrompt
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
-GROUP_ESTIMATORS = ("grpo", "grpo_passk", "gdpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
+GROUP_ESTIMATORS = (
+    *("grpo", "grpo_passk", "gdpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"),
+    *("optimal_token_baseline", "tir_optimal_token_baseline"),
+)
 Role = Literal["conductor", "rollout", "reward", "reference", "trainer"]
 
 

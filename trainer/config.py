@@ -20,6 +20,8 @@ ADVANTAGE_ESTIMATORS = (
     "reinforce",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
 )
 POLICY_LOSSES = (
     *("vanilla", "decoupled", "gspo", "sapo", "cispo", "gpg", "geo_mean"),

@@ -20,6 +20,8 @@ class TokenScores:
 
     logprobs_N: Tensor
     entropy_N: Tensor | None
+    square_sums_N: Tensor | None
+    """Sum of the squared probabilities of all tokens that could have stood there."""
 
 
 class TokenScorer:
@@ -37,52 +39,69 @@ class TokenScorer:
         self._body, self._head = _split(model)
 
     def __call__(
-        self, input_ids_BT: Tensor, positions_N: Tensor, targets_N: Tensor, *, entropy: EntropyMode = "none"
+        self,
+        input_ids_BT: Tensor,
+        positions_N: Tensor,
+        targets_N: Tensor,
+        *,
+        entropy: EntropyMode = "none",
+        square_sums: bool = False,
     ) -> TokenScores:
         """Logprob of `targets_N` at the flat positions `positions_N`, i.e. given the tokens up to and with them."""
+        more = _Wanted(entropy=entropy, square_sums=square_sums)
         if self._body is None or self._head is None:
             logits_BTV = self._model(input_ids=input_ids_BT, use_cache=False).logits
-            return _join([self._score(logits_BTV.flatten(0, 1).index_select(0, positions_N), targets_N, entropy)])
+            return self._score(logits_BTV.flatten(0, 1).index_select(0, positions_N), targets_N, more)
         hidden_BTD = self._body(input_ids=input_ids_BT, use_cache=False).last_hidden_state
         hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, positions_N)
-        return self._score_blocks(self._head, hidden_ND, targets_N, entropy)
+        return self._score_blocks(self._head, hidden_ND, targets_N, more)
 
-    def _score_blocks(self, head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, entropy: EntropyMode) -> TokenScores:
+    def _score_blocks(self, head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, more: "_Wanted") -> TokenScores:
         vocabulary = cast(Tensor, head.weight).shape[0]
         rows = max(1, self._max_logits_bytes // (_FLOAT_BYTES * vocabulary))
         if len(hidden_ND) <= rows:
-            return _join([self._score(head(hidden_ND), targets_N, entropy)])
+            return self._score(head(hidden_ND), targets_N, more)
         parts = []
         for hidden, targets in zip(torch.split(hidden_ND, rows), torch.split(targets_N, rows), strict=True):
             if torch.is_grad_enabled():
-                parts.append(checkpoint(self._head_and_score, head, hidden, targets, entropy, use_reentrant=False))
+                parts.append(checkpoint(self._head_and_score, head, hidden, targets, more, use_reentrant=False))
             else:
-                parts.append(self._head_and_score(head, hidden, targets, entropy))
+                parts.append(self._head_and_score(head, hidden, targets, more))
         return _join(parts)
 
-    def _head_and_score(
-        self, head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, entropy: EntropyMode
-    ) -> tuple[Tensor, Tensor | None]:
-        return self._score(head(hidden_ND), targets_N, entropy)
+    def _head_and_score(self, head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, more: "_Wanted") -> TokenScores:
+        return self._score(head(hidden_ND), targets_N, more)
 
-    def _score(self, logits_NV: Tensor, targets_N: Tensor, entropy: EntropyMode) -> tuple[Tensor, Tensor | None]:
+    def _score(self, logits_NV: Tensor, targets_N: Tensor, more: "_Wanted") -> TokenScores:
         logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         if self._temperature != 1.0:
             logits_NV = logits_NV / self._temperature
         logprobs_NV = logits_NV.log_softmax(-1)
         logprobs_N = logprobs_NV.gather(-1, targets_N[:, None]).squeeze(-1)
-        if entropy == "none":
-            return logprobs_N, None
-        with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
-            return logprobs_N, -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+        entropy_N = squares_N = None
+        if more.entropy != "none":
+            with torch.set_grad_enabled(more.entropy == "gradient" and torch.is_grad_enabled()):
+                entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+        if more.square_sums:
+            squares_N = (2 * logprobs_NV.detach()).exp().sum(-1)
+        return TokenScores(logprobs_N=logprobs_N, entropy_N=entropy_N, square_sums_N=squares_N)
 
 
-def _join(parts: list[tuple[Tensor, Tensor | None]]) -> TokenScores:
-    if len(parts) == 1:
-        return TokenScores(logprobs_N=parts[0][0], entropy_N=parts[0][1])
-    entropies = [entropy for _, entropy in parts if entropy is not None]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """What is asked for beside the logprobs."""
+
+    entropy: EntropyMode
+    square_sums: bool
+
+
+def _join(parts: list[TokenScores]) -> TokenScores:
+    entropies = [part.entropy_N for part in parts if part.entropy_N is not None]
+    squares = [part.square_sums_N for part in parts if part.square_sums_N is not None]
     return TokenScores(
-        logprobs_N=torch.cat([logprobs for logprobs, _ in parts]), entropy_N=torch.cat(entropies) if entropies else None
+        logprobs_N=torch.cat([part.logprobs_N for part in parts]),
+        entropy_N=torch.cat(entropies) if entropies else None,
+        square_sums_N=torch.cat(squares) if squares else None,
     )
 
 

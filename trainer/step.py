@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions
+from trainer.advantages import ESTIMATORS, TOKEN_BASELINES, AdvantageInputs, AdvantageOptions
 from trainer.batch import Batch, Trajectory, collate
 from trainer.config import AlgorithmConfig, TrainerConfig
-from trainer.corrections import correct, effective_sample_share
+from trainer.corrections import correct, effective_sample_share, truncated_weights
 from trainer.logprobs import TokenScorer
 from trainer.losses import LEARNS_WITHOUT_ADVANTAGE, LOSSES, Denominators, LossInputs, LossOptions
 from trainer.losses.kl import kl_penalty
@@ -71,7 +71,8 @@ class Learner:
         batch = collate(trajectories)
         metrics = {"step": float(step), "policy_version": float(policy_version)}
         metrics |= batch_metrics(trajectories, policy_version=policy_version)
-        old_BR = self._old_logprobs_of_all(batch)
+        own = self._own_scores(batch) if self.config.algorithm.adv_estimator in TOKEN_BASELINES else None
+        old_BR = self._old_logprobs_of_all(batch, own)
         token_rewards_BR, reward_metrics = self._token_rewards(batch, old_BR)
         sampled_BR, corrections = batch.mask_BR, StepMetrics()
         if self._correction.on and old_BR is not None:
@@ -86,6 +87,9 @@ class Learner:
                 mask_BR=batch.mask_BR,
                 group_B=batch.group_B,
                 reward_parts_BK=parts_BK,
+                logprobs_BR=None if own is None else own[0],
+                square_sums_BR=None if own is None else own[1],
+                importance_weights_BR=None if own is None else self._loss_weights(batch, own[0]),
             ),
             self._advantage_options,
         )
@@ -102,10 +106,23 @@ class Learner:
         """Give the device back what `offload` says, until the next step; weights are packed for a push before."""
         self._offload.leave()
 
-    def _old_logprobs_of_all(self, batch: Batch) -> Tensor | None:
+    def _own_scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logprobs and sums of squared probabilities of the present weights, [B, R]."""
+        return self._present_scores(batch, torch.arange(len(batch.rewards_B)), square_sums=True)
+
+    def _loss_weights(self, batch: Batch, logprobs_BR: Tensor) -> Tensor | None:
+        """What the loss will multiply the tokens with for their sampler's age."""
+        algorithm = self.config.algorithm
+        if algorithm.loss == "decoupled":
+            return truncated_weights(logprobs_BR, batch.behaviour_logprobs_BR, cap=algorithm.importance_cap)
+        return batch.weights_BR
+
+    def _old_logprobs_of_all(self, batch: Batch, own: tuple[Tensor, Tensor] | None) -> Tensor | None:
         """Where they are wanted before it is known which samples have a gradient."""
         if self.config.algorithm.old_logprobs == "behaviour":
             return batch.behaviour_logprobs_BR
+        if own is not None:
+            return own[0]
         if self.config.algorithm.kl_use == "reward" or self._correction.on:
             return self._proximal_logprobs(batch, torch.arange(len(batch.rewards_B)))
         return None
@@ -148,14 +165,20 @@ class Learner:
             return counted_B
         return counted_B & (advantages_BR * batch.mask_BR).any(-1)
 
-    @torch.no_grad()
     def _proximal_logprobs(self, batch: Batch, rows_B: Tensor) -> Tensor:
         """Logprobs of the present weights for these rows, [B, R] on the CPU, zero elsewhere."""
-        proximal_BR = torch.zeros_like(batch.mask_BR)
+        return self._present_scores(batch, rows_B, square_sums=False)[0]
+
+    @torch.no_grad()
+    def _present_scores(self, batch: Batch, rows_B: Tensor, *, square_sums: bool) -> tuple[Tensor, Tensor]:
+        """Logprobs, and sums of squared probabilities where they are asked for; [B, R] on the CPU, zero elsewhere."""
+        logprobs_BR, squares_BR = torch.zeros_like(batch.mask_BR), torch.zeros_like(batch.mask_BR)
         for micro in self._micro_batches(batch, rows_B):
-            scores = self._scorer(micro.input_ids_BT, micro.positions_N, micro.targets_N)
-            proximal_BR[micro.rows_B, : micro.width] = micro.scatter(scores.logprobs_N).to(proximal_BR)
-        return proximal_BR
+            scores = self._scorer(micro.input_ids_BT, micro.positions_N, micro.targets_N, square_sums=square_sums)
+            logprobs_BR[micro.rows_B, : micro.width] = micro.scatter(scores.logprobs_N).to(logprobs_BR)
+            if scores.square_sums_N is not None:
+                squares_BR[micro.rows_B, : micro.width] = micro.scatter(scores.square_sums_N).to(squares_BR)
+        return logprobs_BR, squares_BR
 
     def _micro_batches(self, batch: Batch, rows_B: Tensor) -> list[MicroBatch]:
         parts = pack(batch.lengths_B[rows_B], max_tokens=self.config.max_tokens_per_microbatch)

@@ -9,11 +9,13 @@ from trainer.advantages.gpg import gpg
 from trainer.advantages.grpo import grpo
 from trainer.advantages.grpo_passk import grpo_passk
 from trainer.advantages.opo import opo
+from trainer.advantages.optimal_token_baseline import optimal_token_baseline
 from trainer.advantages.reinforce import reinforce
 from trainer.advantages.reinforce_plus_plus import reinforce_plus_plus
 from trainer.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
 from trainer.advantages.remax import remax
 from trainer.advantages.rloo import rloo
+from trainer.advantages.tir_optimal_token_baseline import tir_optimal_token_baseline
 from trainer.advantages.types import AdvantageInputs, AdvantageOptions, AdvantageOutputs, Estimator
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -26,6 +28,19 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce": reinforce,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "optimal_token_baseline": optimal_token_baseline,
+    "tir_optimal_token_baseline": tir_optimal_token_baseline,
 }
+TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+"""These need logprobs and sums of squared probabilities of the weights that the step begins with."""
 
-__all__ = ["ESTIMATORS", "AdvantageInputs", "AdvantageOptions", "AdvantageOutputs", "Estimator", "gae", "remax"]
+__all__ = [
+    "ESTIMATORS",
+    "TOKEN_BASELINES",
+    "AdvantageInputs",
+    "AdvantageOptions",
+    "AdvantageOutputs",
+    "Estimator",
+    "gae",
+    "remax",
+]

@@ -142,6 +142,54 @@ def plain_gdpo(batch: list[Sample]) -> list[Row]:
     return whitened(spread(found, batch), batch)
 
 
+def plain_token_baseline(batch: list[Sample]) -> list[Row]:
+    found = []
+    for sample in batch:
+        group = group_of(sample, batch)
+        lengths = sorted((other.length for other in group), reverse=True)
+        reach = lengths[1] if len(group) > 1 and sample.length == lengths[0] else len(sample.mask)
+        row = []
+        for t, value in enumerate(sample.returns()):
+            ways = [path_variance(other, t) * other.mask[t] for other in group]
+            above = sum(other.returns()[t] * way for other, way in zip(group, ways, strict=True))
+            baseline = above / (sum(ways) + 1e-8) if t < reach or lengths[0] == lengths[1] else 0.0
+            row.append((value - baseline) * sample.mask[t])
+        found.append(row)
+    return found
+
+
+def path_variance(sample: Sample, t: int) -> float:
+    parts = zip(sample.logprobs, sample.squares, sample.weights, sample.mask, strict=True)
+    return sum([(1 - 2 * math.exp(lp) + square) * weight**2 * keep for lp, square, weight, keep in parts][: t + 1])
+
+
+def plain_tir_baseline(batch: list[Sample]) -> list[Row]:
+    compact = [moved_together(sample) for sample in batch]
+    found = plain_token_baseline(compact)
+    rows = []
+    for sample, row in zip(batch, found, strict=True):
+        values = iter(row)
+        rows.append([next(values) if keep else 0.0 for keep in sample.mask])
+    return rows
+
+
+def moved_together(sample: Sample) -> Sample:
+    """Counted tokens to the left, zeros behind them."""
+
+    def compact(row: Row) -> Row:
+        kept = [value for value, keep in zip(row, sample.mask, strict=True) if keep]
+        return kept + [0.0] * (len(row) - len(kept))
+
+    return replace(
+        sample,
+        rewards=compact(sample.rewards),
+        mask=compact(sample.mask),
+        logprobs=compact(sample.logprobs),
+        squares=compact(sample.squares),
+        weights=compact(sample.weights),
+    )
+
+
 PLAIN: dict[str, Callable[[list[Sample]], list[Row]]] = {
     "grpo": plain_grpo,
     "grpo_passk": plain_passk,
@@ -152,6 +200,8 @@ PLAIN: dict[str, Callable[[list[Sample]], list[Row]]] = {
     "reinforce": plain_reinforce,
     "reinforce_plus_plus": plain_reinforce_plus_plus,
     "reinforce_plus_plus_baseline": plain_baseline,
+    "optimal_token_baseline": plain_token_baseline,
+    "tir_optimal_token_baseline": plain_tir_baseline,
 }
 
 # The comparison.

@@ -14,12 +14,19 @@ from trainer.config import ADVANTAGE_ESTIMATORS
 
 
 def inputs(rewards: list[float], groups: list[int], lengths: list[int] | None = None) -> AdvantageInputs:
+    """Outcome rewards; every token had a probability of 1/2 among 1/2, 1/4 and 1/4."""
     lengths = lengths or [2] * len(rewards)
     mask_BR = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).double()
     rewards_BR = torch.zeros_like(mask_BR)
     for row, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
         rewards_BR[row, length - 1] = reward
-    return AdvantageInputs(token_rewards_BR=rewards_BR, mask_BR=mask_BR, group_B=torch.tensor(groups))
+    return AdvantageInputs(
+        token_rewards_BR=rewards_BR,
+        mask_BR=mask_BR,
+        group_B=torch.tensor(groups),
+        logprobs_BR=torch.full_like(mask_BR, math.log(0.5)),
+        square_sums_BR=torch.full_like(mask_BR, 0.375),
+    )
 
 
 def advantages(name: str, given_inputs: AdvantageInputs, **options: Any) -> torch.Tensor:
@@ -132,6 +139,43 @@ def test_gdpo_norms_each_part_by_itself() -> None:
 def test_gdpo_without_parts_is_refused() -> None:
     with pytest.raises(ValueError, match="needs the parts of the reward"):
         advantages("gdpo", inputs([1, 0], [0, 0]), part_weights=(1.0,))
+
+
+def test_the_optimal_token_baseline_weighs_returns_by_the_variance_of_their_paths() -> None:
+    told = replace(
+        inputs([4, 1], [0, 0]),
+        logprobs_BR=torch.tensor([[0.5, 0.25], [0.75, 0.5]]).double().log(),
+        square_sums_BR=torch.tensor([[0.5, 0.5], [0.625, 0.5]]).double(),
+    )
+    # w = 1 - 2 pi + sum: 1/2, 1 and 1/8, 1/2; W: 1/2, 3/2 and 1/8, 5/8
+    first, second = (4 * 0.5 + 0.125) / 0.625, (4 * 1.5 + 0.625) / 2.125
+    found = advantages("optimal_token_baseline", told)
+    expected = torch.tensor([[4 - first, 4 - second], [1 - first, 1 - second]]).double()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    weighted = replace(told, importance_weights_BR=torch.tensor([[2.0, 1.0], [1.0, 2.0]]).double())
+    first, second = (4 * 2 + 0.125) / 2.125, (4 * 3 + 2.125) / 5.125  # W: 2, 3 and 1/8, 17/8
+    expected = torch.tensor([[4 - first, 4 - second], [1 - first, 1 - second]]).double()
+    torch.testing.assert_close(advantages("optimal_token_baseline", weighted), expected, rtol=0, atol=1e-6)
+
+
+def test_where_only_the_longest_sample_reaches_there_is_no_baseline() -> None:
+    found = advantages("optimal_token_baseline", inputs([4, 2], [0, 0], [3, 1]))
+    torch.testing.assert_close(found, torch.tensor([[1, 4, 4], [-1, 0, 0]]).double(), rtol=0, atol=1e-6)
+    close(advantages("optimal_token_baseline", inputs([4], [0])), [[4, 4]])
+
+
+def test_the_tir_baseline_compares_own_tokens_whatever_tools_said_between() -> None:
+    told = inputs([4, 2], [0, 0], [2, 3])
+    told = replace(told, mask_BR=torch.tensor([[1, 1, 0], [1, 0, 1]]).double())
+    found = advantages("tir_optimal_token_baseline", told)
+    torch.testing.assert_close(found, torch.tensor([[1, 1, 0], [-1, 0, -1]]).double(), rtol=0, atol=1e-6)
+    apart = advantages("optimal_token_baseline", told)
+    torch.testing.assert_close(apart[:, 1:], torch.tensor([[0, 0], [0, 0]]).double(), rtol=0, atol=1e-6)
+
+
+def test_a_token_baseline_without_scores_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs logprobs and sums of squared probabilities"):
+        advantages("optimal_token_baseline", replace(inputs([1, 0], [0, 0]), logprobs_BR=None))
 
 
 def test_whitening_one_token_gives_nothing_to_learn() -> None:

@@ -94,10 +94,12 @@ def test_scores_are_the_log_softmax_of_the_whole_model_in_blocks_of_any_size(
     logits_NV = model(input_ids=ids_BT).logits.flatten(0, 1)[positions_N] / temperature
     expected_NV = logits_NV.log_softmax(-1)
     scorer = TokenScorer(model, temperature=temperature, max_logits_mib=max_logits_mib)
-    found = scorer(ids_BT, positions_N, targets_N, entropy="gradient")
+    found = scorer(ids_BT, positions_N, targets_N, entropy="gradient", square_sums=True)
     expected = (expected_NV[torch.arange(4), targets_N], -(expected_NV.exp() * expected_NV).sum(-1))
-    assert found.entropy_N is not None
+    assert found.entropy_N is not None and found.square_sums_N is not None
     torch.testing.assert_close(found.logprobs_N, expected[0])
+    torch.testing.assert_close(found.square_sums_N, expected_NV.exp().square().sum(-1))
+    assert not found.square_sums_N.requires_grad
     torch.testing.assert_close(found.entropy_N, expected[1])
     weight = next(model.parameters())
     (ours,) = torch.autograd.grad(found.logprobs_N.sum() + found.entropy_N.sum(), weight)
@@ -131,6 +133,7 @@ def test_detached_entropy_has_no_gradient_and_none_is_none() -> None:
     entropy_N = scorer(*arguments, entropy="detached").entropy_N
     assert entropy_N is not None and not entropy_N.requires_grad
     assert scorer(*arguments).entropy_N is None
+    assert scorer(*arguments).square_sums_N is None
 
 
 @pytest.mark.parametrize("max_tokens", [1, 9, 1000])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from trainer.advantages import ESTIMATORS
+from trainer.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions, AdvantageOutputs
 from trainer.batch import Trajectory
 from trainer.config import POLICY_LOSSES, AlgorithmConfig, OptimizerConfig, TrainerConfig
 from trainer.step import Learner
@@ -252,6 +252,51 @@ def test_the_parts_of_the_reward_must_be_there_for_gdpo_and_are_reported() -> No
         batch = [replace(t, reward_parts=parts) if t.sample == "s3" else t for t in trajectories(0)]
         with pytest.raises(ValueError, match=message):
             found.train(batch, step=1, policy_version=3)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"loss": "vanilla"}, {"loss": "vanilla", "correction": {"weights": "token", "weight_max": 1.5}}]
+)
+def test_the_token_baseline_takes_scores_of_its_own_weights_and_the_weights_of_the_loss(
+    options: dict[str, Any],
+) -> None:
+    """One group; the learner's advantages against the estimator on scores that are computed sample by sample."""
+    batch = trajectories(3, groups=1, group_size=3)
+    found = learner(dtype=torch.float64, adv_estimator="optimal_token_baseline", **options)
+    width = max(len(t.response_ids) for t in batch)
+    logprobs_BR, squares_BR, behaviour_BR, rewards_BR, mask_BR = torch.zeros(5, len(batch), width)
+    for row, t in enumerate(batch):
+        length = len(t.response_ids)
+        ids = torch.from_numpy(np.concatenate([t.prompt_ids, t.response_ids]).astype(np.int64))
+        with torch.no_grad():
+            full = torch.log_softmax(found.model(input_ids=ids[None]).logits[0, len(t.prompt_ids) - 1 : -1], -1)
+        logprobs_BR[row, :length] = full[torch.arange(length), ids[len(t.prompt_ids) :]]
+        squares_BR[row, :length] = full.exp().square().sum(-1)
+        behaviour_BR[row, :length] = torch.from_numpy(t.behaviour_logprobs)
+        rewards_BR[row, length - 1], mask_BR[row, :length] = t.reward, 1
+    cap = 1.5 if "correction" in options else 2.0
+    weights_BR = (logprobs_BR - behaviour_BR).exp().clamp(max=cap) if options != {"loss": "vanilla"} else None
+    expected = ESTIMATORS["optimal_token_baseline"](
+        AdvantageInputs(
+            token_rewards_BR=rewards_BR,
+            mask_BR=mask_BR,
+            group_B=torch.zeros(len(batch), dtype=torch.int64),
+            logprobs_BR=logprobs_BR,
+            square_sums_BR=squares_BR,
+            importance_weights_BR=weights_BR,
+        ),
+        AdvantageOptions(),
+    ).advantages_BR
+    seen: list[torch.Tensor] = []
+    estimate = found._estimate
+
+    def watched(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantageOutputs:
+        seen.append(estimate(inputs, options).advantages_BR)
+        return estimate(inputs, options)
+
+    found._estimate = watched
+    found.train(batch, step=0, policy_version=3)
+    torch.testing.assert_close(seen[0], expected, rtol=0, atol=1e-5)
 
 
 def test_a_poisoned_update_is_skipped_and_counted() -> None:
