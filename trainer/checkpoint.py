@@ -72,6 +72,7 @@ def snapshot(learner: Learner, *, step: int, policy_version: int, extra: dict[st
         "step": step,
         "policy_version": policy_version,
         "schedule_position": learner.schedule_position,
+        "kl_coef": learner.kl_coef,
         "random": random_states(),
         "config_hash": config_hash(learner.config),
         "extra": json.loads(json.dumps(extra or {})),
@@ -99,6 +100,8 @@ def restore(folder: Path, learner: Learner) -> Restored:
             target.copy_(weights[name])
     _set_moments(learner, moments)
     learner.schedule_position = state["schedule_position"]
+    if learner.config.algorithm.kl_target is not None:
+        learner.kl_coef = state.get("kl_coef", learner.kl_coef)
     set_random_states(state["random"])
     changed = state["config_hash"] != config_hash(learner.config)
     if changed:

@@ -27,7 +27,8 @@ POLICY_LOSSES = (
     *("vanilla", "decoupled", "gspo", "sapo", "cispo", "gpg", "geo_mean"),
     *("clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro"),
 )
-KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
+KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 REJECTION_STATISTICS = (
     *(f"{level}_{estimator}" for level in ("token", "seq_sum", "seq_mean") for estimator in ("k1", "k2", "k3")),
@@ -47,6 +48,14 @@ def _one_of(kind: str, names: tuple[str, ...]) -> Callable[[str], str]:
         raise ValueError(f"unknown {kind} {value!r}; {hint}existing: {', '.join(names)}")
 
     return check
+
+
+def _kl_estimator(value: str) -> str:
+    """The name here for other names of an estimator; the one that needs whole distributions is refused."""
+    if value == "full":
+        raise ValueError("kl_estimator='full' needs whole distributions; the reference gives sampled tokens' logprobs")
+    base, plus = value.removesuffix("+"), value[len(value.removesuffix("+")) :]
+    return _one_of("KL estimator", KL_ESTIMATORS)(KL_ALIASES.get(base, base) + plus)
 
 
 class _Section(BaseModel):
@@ -200,8 +209,17 @@ class AlgorithmConfig(_Section):
     kl_use: Literal["none", "loss", "reward"] = Field(
         default="none", description="where the KL goes: nowhere, a loss term, or subtracted from token rewards"
     )
-    kl_estimator: Annotated[str, AfterValidator(_one_of("KL estimator", KL_ESTIMATORS))] = Field(
-        default="k3", description="per-token KL estimator; + takes the gradient of k2"
+    kl_estimator: Annotated[str, AfterValidator(_kl_estimator)] = Field(
+        default="k3",
+        description="per-token KL estimator; + takes the gradient of k2; kl, mse and low_var_kl are k1, k2 and k3",
+    )
+    kl_target: float | None = Field(
+        default=None,
+        gt=0,
+        description="kl_use=reward: kl_coef moves until the KL is this, in nats per token; null: kl_coef stays",
+    )
+    kl_horizon: int = Field(
+        default=10000, ge=1, description="kl_target: samples after which kl_coef has changed by up to 20 %"
     )
     entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
     importance_cap: float | None = Field(
@@ -242,6 +260,8 @@ class AlgorithmConfig(_Section):
             raise ValueError(
                 f"kl_coef={self.kl_coef} does nothing with kl_use='none': set kl_use to 'loss' or 'reward'"
             )
+        if self.kl_target is not None and self.kl_use != "reward":
+            raise ValueError("kl_target leads the KL in the reward: set kl_use='reward'")
         if self.kl_use == "reward" and self.kl_estimator.endswith("+"):
             raise ValueError(
                 f"kl_estimator={self.kl_estimator!r} changes a gradient, and a reward has none: drop the +"

@@ -18,8 +18,10 @@ from trainer.advantages import ESTIMATORS, TOKEN_BASELINES, AdvantageInputs, Adv
 from trainer.batch import Batch, Trajectory, collate
 from trainer.config import AlgorithmConfig, TrainerConfig
 from trainer.corrections import correct, effective_sample_share, truncated_weights
+from trainer.kl_control import adapted
 from trainer.logprobs import TokenScorer
 from trainer.losses import LEARNS_WITHOUT_ADVANTAGE, LOSSES, Denominators, LossInputs, LossOptions
+from trainer.losses.aggregate import EPSILON
 from trainer.losses.kl import kl_penalty
 from trainer.losses.objective import objective
 from trainer.metrics import StepMetrics, Tally, absolute_differences, batch_metrics
@@ -41,6 +43,8 @@ class Learner:
         self.config = config
         self.optimizer = build_optimizer(model, config.optimizer)
         self.schedule_position = 0
+        self.kl_coef = algorithm.kl_coef
+        """Weight of the KL in the reward; moves where there is a `kl_target`, and is then part of the checkpoint."""
         self.mismatches: list[Mismatch] = []
         """Of the newest step: behaviour logprobs beside those of the weights that it began with, by rollout server."""
         self._estimate = ESTIMATORS[algorithm.adv_estimator]
@@ -74,6 +78,7 @@ class Learner:
         own = self._own_scores(batch) if self.config.algorithm.adv_estimator in TOKEN_BASELINES else None
         old_BR = self._old_logprobs_of_all(batch, own)
         token_rewards_BR, reward_metrics = self._token_rewards(batch, old_BR)
+        next_kl_coef = self._next_kl_coef(reward_metrics, samples=len(trajectories))
         sampled_BR, corrections = batch.mask_BR, StepMetrics()
         if self._correction.on and old_BR is not None:
             found = correct(self._correction, batch, old_BR, trajectories, policy_version=policy_version)
@@ -99,7 +104,7 @@ class Learner:
             run.compared_BR = sampled_BR
         metrics |= run.metrics() | corrections
         self.mismatches = mismatches(*run.differences(), trajectories, policy_version=policy_version)
-        self.schedule_position += 1
+        self.schedule_position, self.kl_coef = self.schedule_position + 1, next_kl_coef
         return metrics
 
     def rest(self) -> None:
@@ -139,8 +144,18 @@ class Learner:
         if algorithm.kl_use != "reward" or old_BR is None:
             return rewards_BR, {}
         kl_BR = kl_penalty(old_BR, batch.reference_logprobs_BR, estimator=algorithm.kl_estimator) * batch.mask_BR
-        mean = float(kl_BR.sum() / batch.mask_BR.sum().clamp(min=1))
-        return rewards_BR - algorithm.kl_coef * kl_BR, {"kl_in_reward": mean}
+        return rewards_BR - self.kl_coef * kl_BR, {
+            "kl_in_reward": float(kl_BR.sum() / batch.mask_BR.sum().clamp(min=1)),
+            "kl_in_reward_sample_mean": float((kl_BR.sum(-1) / (batch.mask_BR.sum(-1) + EPSILON)).mean()),
+            "kl_coef": self.kl_coef,
+        }
+
+    def _next_kl_coef(self, found: StepMetrics, *, samples: int) -> float:
+        algorithm = self.config.algorithm
+        if algorithm.kl_target is None:
+            return self.kl_coef
+        kl = found["kl_in_reward_sample_mean"]
+        return adapted(self.kl_coef, kl, target=algorithm.kl_target, horizon=algorithm.kl_horizon, samples=samples)
 
     def _updates(self, batch: Batch, advantages_BR: Tensor, old_BR: Tensor | None, step: int) -> "_Run":
         algorithm = self.config.algorithm

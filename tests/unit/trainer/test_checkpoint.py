@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from trainer.batch import Trajectory
 from trainer.checkpoint import CheckpointFailed, CheckpointStore, Restored, restore, snapshot
-from trainer.config import CheckpointConfig, OptimizerConfig, TrainerConfig
+from trainer.config import AlgorithmConfig, CheckpointConfig, OptimizerConfig, TrainerConfig
 from trainer.model import load_model, model_fingerprint, model_folder
 from trainer.step import Learner
 
@@ -93,6 +93,19 @@ def test_training_goes_on_bit_for_bit_after_a_restore(tmp_path: Path, start: Pat
     assert [torch.rand(1).item(), np.random.rand(), np.random.randn(), random.random()] == drawn
     assert [train(again, step) for step in (2, 3)] == told
     assert all(torch.equal(a, b) for a, b in zip(everything(learner), everything(again), strict=True))
+
+
+def test_an_adaptive_kl_coefficient_is_saved_and_a_fixed_one_is_the_configs(tmp_path: Path, start: Path) -> None:
+    learner = make_learner(start)
+    learner.kl_coef = 0.1 + 1e-17
+    path = store(tmp_path).write(snapshot(learner, step=2, policy_version=2))
+    for target, expected in ((0.05, learner.kl_coef), (None, 0.3)):
+        again = make_learner(start)
+        algorithm = AlgorithmConfig(kl_use="reward", kl_coef=0.3, kl_target=target)
+        again.config = again.config.model_copy(update={"algorithm": algorithm})
+        again.kl_coef = algorithm.kl_coef
+        restore(path, again)
+        assert again.kl_coef == expected
 
 
 def test_a_snapshot_does_not_see_later_steps(tmp_path: Path, start: Path) -> None:

@@ -126,6 +126,8 @@ def test_the_effective_sample_share_is_one_for_equal_weights_and_a_half_for_one_
         ("k2", 0.125, 0.5),
         ("k3", math.exp(-0.5) + 0.5 - 1, 1 - math.exp(-0.5)),
         ("k1+", 0.5, 0.5),
+        ("abs+", 0.5, 0.5),
+        ("k2+", 0.125, 0.5),
         ("k3+", math.exp(-0.5) + 0.5 - 1, 0.5),
     ],
 )
@@ -139,7 +141,7 @@ def test_kl_estimators_have_these_values_and_gradients(estimator: str, value: fl
 
 def test_k3_is_bounded_at_ten_and_unknown_names_are_refused() -> None:
     assert kl_penalty(torch.tensor(-50.0), torch.tensor(0.0), estimator="k3").item() == 10.0
-    assert len(KL_ESTIMATORS) == 6
+    assert all(kl_penalty(torch.tensor(0.0), torch.tensor(0.0), estimator=name) == 0 for name in KL_ESTIMATORS)
     with pytest.raises(ValueError, match="k9"):
         kl_penalty(torch.tensor(0.0), torch.tensor(0.0), estimator="k9")
 

@@ -190,6 +190,17 @@ def test_the_kl_in_the_reward_changes_advantages_and_needs_a_reference() -> None
         trained([replace(t, reference_logprobs=None) for t in batch], **options)
 
 
+def test_the_kl_coefficient_follows_its_target_and_stays_without_one() -> None:
+    options: dict[str, Any] = {"kl_use": "reward", "kl_coef": 0.5, "kl_estimator": "k2", "kl_horizon": 100}
+    batch = trajectories(3)
+    for target, factor in ((1e-6, 1 + 0.2 * 16 / 100), (1e6, 1 - 0.2 * 16 / 100), (None, 1.0)):
+        found = learner(kl_target=target, **options)
+        assert found.train(batch, step=0, policy_version=3)["kl_coef"] == 0.5
+        assert found.train(batch, step=1, policy_version=3)["kl_coef"] == pytest.approx(0.5 * factor)
+    with pytest.raises(ValueError, match="kl_horizon=3 must exceed"):
+        learner(kl_target=1.0, **options | {"kl_horizon": 3}).train(batch, step=0, policy_version=3)
+
+
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
 def test_every_policy_loss_trains_two_steps_of_several_updates(loss: str) -> None:
     ours = learner(loss=loss, epochs=2, minibatches=2, **LOSS_OPTIONS.get(loss, {}))

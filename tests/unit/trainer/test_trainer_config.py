@@ -28,6 +28,9 @@ from trainer.config import AlgorithmConfig, CheckpointConfig, OptimizerConfig, T
         ({"kl_use": "reward", "kl_coef": 0.1, "kl_estimator": "k3+"}, "drop the \\+"),
         ({"old_logprobs": "behaviour"}, "set old_logprobs='proximal'"),
         ({"loss_scale_factor": 8}, "seq-mean-token-sum-norm"),
+        ({"kl_target": 0.1}, "set kl_use='reward'"),
+        ({"kl_estimator": "full"}, "needs whole distributions"),
+        ({"kl_estimator": "k4"}, "unknown KL estimator 'k4'; existing: k1, k2"),
         ({"clip_cov_low": 5.0}, "must be below clip_cov_high"),
         ({"loss": "dro"}, "set both or neither"),
         ({"dro_beta": 0.1}, "set both or neither"),
@@ -37,6 +40,11 @@ from trainer.config import AlgorithmConfig, CheckpointConfig, OptimizerConfig, T
 def test_an_algorithm_that_does_not_hold_together_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         AlgorithmConfig(**fields)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("kl", "k1"), ("mse", "k2"), ("low_var_kl+", "k3+"), ("abs+", "abs+")])
+def test_kl_estimators_are_known_by_their_other_names(name: str, meant: str) -> None:
+    assert AlgorithmConfig(kl_estimator=name).kl_estimator == meant
 
 
 @pytest.mark.parametrize(
