@@ -25,7 +25,8 @@ A recipe is a YAML file with these sections. `offbeat train RECIPE a.b=c` sets s
 tells every mistake with its line, and `offbeat train RECIPE --print-config` prints what holds.
 
 The start model and the temperature are said once: `model` (or `tiny`) stands for `rollout.model` and `trainer.model`,
-and `rollout.sampling.temperature` for `trainer.algorithm.temperature`.
+`rollout.sampling.temperature` for `trainer.algorithm.temperature`, and `rollout.sampling.max_tokens` for
+`trainer.algorithm.overlong.limit`.
 """
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 NAMES = {"string": "text", "number": "number", "integer": "integer", "boolean": "true or false", "null": "null"}

@@ -130,7 +130,7 @@ def apply_override(values: dict[str, Any], override: str, places: Places) -> str
 
 
 def share_model(values: dict[str, Any]) -> None:
-    """The start model and the temperature are said once and hold for every room."""
+    """The start model, the temperature and the token limit are said once and hold for every room."""
     model = values.get("model")
     if model is None and values.get("tiny") is not None:
         run = dig(values, "run")
@@ -145,6 +145,9 @@ def share_model(values: dict[str, Any]) -> None:
         algorithm = trainer.setdefault("algorithm", {})
         if isinstance(algorithm, dict):
             algorithm.setdefault("temperature", sampling["temperature"])
+    overlong = dig(values, "trainer", "algorithm", "overlong")
+    if overlong and "max_tokens" in sampling:
+        overlong.setdefault("limit", sampling["max_tokens"])
 
 
 def dig(values: Mapping[str, Any], *names: str) -> dict[str, Any]:

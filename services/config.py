@@ -283,6 +283,10 @@ class Config(Section):
             f" rollout.sampling.temperature={sampling.temperature}: logprobs would not agree"
             if not math.isclose(algorithm.temperature, sampling.temperature) and sampling.temperature > 0
             else "",
+            f"trainer.algorithm.overlong.limit={algorithm.overlong.limit} differs from"
+            f" rollout.sampling.max_tokens={sampling.max_tokens}"
+            if algorithm.overlong is not None and algorithm.overlong.limit != sampling.max_tokens
+            else "",
             "rollout.sampling.temperature=0 draws the same sample for a whole group"
             if sampling.temperature == 0
             else "",

@@ -5,7 +5,7 @@ Padding needs no attention mask: attention is causal and padding stands to the r
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +86,11 @@ class Batch:
     def lengths_B(self) -> Tensor:
         """Prompt plus response tokens of each sample."""
         return self.prompt_lengths_B + self.response_lengths_B
+
+    def take(self, rows_B: Tensor) -> "Batch":
+        """These samples in this order; a row may come several times."""
+        held = {one.name: getattr(self, one.name) for one in fields(self)}
+        return replace(self, **{name: part[rows_B] for name, part in held.items() if part is not None})
 
 
 def collate(trajectories: Sequence[Trajectory]) -> Batch:

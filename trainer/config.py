@@ -135,6 +135,22 @@ class CorrectionConfig(_Section):
         return self
 
 
+class OverlongConfig(_Section):
+    """DAPO's soft punishment of responses that near the token limit: up to -factor, in the last tokens before it."""
+
+    limit: int = Field(
+        ge=1, description="tokens of the longest response: rollout.sampling.max_tokens, which stands for it where said"
+    )
+    buffer: int = Field(ge=1, description="tokens before the limit over which the penalty grows from 0")
+    factor: float = Field(default=1.0, gt=0, description="penalty at the limit, taken off the reward")
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> Self:
+        if self.buffer > self.limit:
+            raise ValueError(f"buffer={self.buffer} is larger than limit={self.limit}: even no token would be too many")
+        return self
+
+
 class AlgorithmConfig(_Section):
     """Which estimator, which loss, and their numbers."""
 
@@ -225,6 +241,13 @@ class AlgorithmConfig(_Section):
     importance_cap: float | None = Field(
         default=2.0, gt=0, description="upper bound of the proximal/behaviour weight (TIS); null: not truncated"
     )
+    overlong: OverlongConfig | None = Field(default=None, description="penalty of long responses; null: none")
+    resample: Literal["none", "pow", "max_min", "max_random"] = Field(
+        default="none",
+        description="PF-PPO: draw the samples of the batch anew, once advantages are known, by chances from their"
+        " rewards: |R|^resample_power; only the largest and smallest; 0.4 for the largest, 0.1 for others",
+    )
+    resample_power: float = Field(default=2.0, gt=0, description="resample=pow: power of the reward")
     correction: CorrectionConfig = Field(
         default_factory=CorrectionConfig, description="weights and rejection of off-policy tokens"
     )
@@ -275,6 +298,8 @@ class AlgorithmConfig(_Section):
                 "loss='decoupled' has a weight of its own (importance_cap): set loss='vanilla' or"
                 " correction.weights='none'"
             )
+        if self.overlong is not None and self.adv_estimator == "gdpo":
+            raise ValueError("overlong shapes the reward, and adv_estimator='gdpo' reads only its parts: set one")
         return self
 
     @model_validator(mode="after")

@@ -28,8 +28,10 @@ from trainer.metrics import StepMetrics, Tally, absolute_differences, batch_metr
 from trainer.mismatch import Mismatch, mismatches
 from trainer.offload import Offload
 from trainer.optimizer import build_optimizer, learning_rate, update
+from trainer.overlong import overlong_metrics, overlong_penalty
 from trainer.packing import MicroBatch, micro_batch, pack
 from trainer.randomness import step_generator
+from trainer.resampling import resample, resampling_metrics
 from trainer.reward_parts import part_metrics, reward_parts
 
 
@@ -72,9 +74,9 @@ class Learner:
         or gradient norm is not finite are left out and counted in `skipped`.
         """
         self._offload.bring_weights()
-        batch = collate(trajectories)
+        batch, shaping = self._shaped(collate(trajectories))
         metrics = {"step": float(step), "policy_version": float(policy_version)}
-        metrics |= batch_metrics(trajectories, policy_version=policy_version)
+        metrics |= batch_metrics(trajectories, policy_version=policy_version) | shaping
         own = self._own_scores(batch) if self.config.algorithm.adv_estimator in TOKEN_BASELINES else None
         old_BR = self._old_logprobs_of_all(batch, own)
         token_rewards_BR, reward_metrics = self._token_rewards(batch, old_BR)
@@ -99,7 +101,14 @@ class Learner:
             self._advantage_options,
         )
         metrics |= reward_metrics | advantages.metrics
-        run = self._updates(batch, advantages.advantages_BR, old_BR, step)
+        advantages_BR = advantages.advantages_BR
+        if self.config.algorithm.resample != "none":
+            rows_B = self._resampled(batch, step)
+            batch, trajectories = batch.take(rows_B), [trajectories[row] for row in rows_B.tolist()]
+            advantages_BR, sampled_BR = advantages_BR[rows_B], sampled_BR[rows_B]
+            old_BR = None if old_BR is None else old_BR[rows_B]
+            metrics |= resampling_metrics(rows_B)
+        run = self._updates(batch, advantages_BR, old_BR, step)
         if self._correction.on:  # a server that is far off is judged by its rejected tokens too
             run.compared_BR = sampled_BR
         metrics |= run.metrics() | corrections
@@ -110,6 +119,20 @@ class Learner:
     def rest(self) -> None:
         """Give the device back what `offload` says, until the next step; weights are packed for a push before."""
         self._offload.leave()
+
+    def _shaped(self, batch: Batch) -> tuple[Batch, StepMetrics]:
+        """The batch with the penalty of long responses in its rewards."""
+        overlong = self.config.algorithm.overlong
+        if overlong is None:
+            return batch, {}
+        penalty_B = overlong_penalty(batch.response_lengths_B, **overlong.model_dump())
+        return replace(batch, rewards_B=batch.rewards_B + penalty_B.to(batch.rewards_B)), overlong_metrics(penalty_B)
+
+    def _resampled(self, batch: Batch, step: int) -> Tensor:
+        """Which samples the updates see, [B]."""
+        method, power = self.config.algorithm.resample, self.config.algorithm.resample_power
+        generator = step_generator(self.config.seed, step)
+        return resample(batch.rewards_B, method=method, power=power, generator=generator)
 
     def _own_scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logprobs and sums of squared probabilities of the present weights, [B, R]."""

@@ -6,3 +6,8 @@ from __future__ import annotations
 def digits(item) -> float:  # type: ignore[no-untyped-def]
     """Share of the characters of the response that are digits, 0 for an empty one."""
     return sum(character.isdigit() for character in item.response) / max(len(item.response), 1)
+
+
+def even_or_digits(item) -> float:  # type: ignore[no-untyped-def]
+    """The same for every sample of a prompt whose answer is even; for others as `digits`."""
+    return 1.0 if int(item.ground_truth) % 2 == 0 else digits(item)

@@ -132,6 +132,16 @@ BY_OVERRIDE = [
         ["trainer.algorithm.temperature=0.5"],
         "temperature=0.5: trainer.algorithm.temperature=0.5 differs",
     ),
+    (
+        "two token limits",
+        ["trainer.algorithm.overlong={buffer: 2, limit: 9}"],
+        "trainer.algorithm.overlong.limit=9 differs from rollout.sampling.max_tokens=",
+    ),
+    (
+        "nothing to filter by",
+        ["run.dynamic_sampling=1", "run.group_size=1", "trainer.algorithm.adv_estimator=reinforce"],
+        "run.dynamic_sampling=1 with run.group_size=1",
+    ),
     ("greedy", ["rollout.sampling.temperature=0"], "trainer.algorithm.temperature: Input should be greater than 0"),
     (
         "a part of the reward that nobody gives",
@@ -224,6 +234,11 @@ GOOD = [
     (["rollout.sampling.stop=[]"], "rollout.sampling.stop", ()),
     (["push.transport=disk"], "push.transport", "disk"),  # a section that the file does not have
     (["rollout.sampling.temperature=0.7"], "trainer.algorithm.temperature", 0.7),  # said once, holds for both
+    (
+        ["rollout.sampling.max_tokens=7", "trainer.algorithm.overlong={buffer: 2}"],
+        "trainer.algorithm.overlong.limit",
+        7,
+    ),
     (["reward.functions=[{target: length, parameters: {scale: 1.5e-3}}]"], "reward.num_workers", 1),
 ]
 
