@@ -10,6 +10,7 @@ import yaml
 from services.compose import RECIPES, load_config, load_json, override_section
 from services.config import Config
 from services.errors import ConfigError
+from trainer.config import ADVANTAGE_ESTIMATORS
 
 RECIPE = """\
 tiny:
@@ -294,6 +295,23 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
 def test_rooms_that_do_not_fit_together_are_told_line_by_line(tmp_path: Path) -> None:
     problems = problems_of(recipe_file(tmp_path), ["run.group_size=65", "trainer.algorithm.minibatches=7"])
     assert len(problems) == 2
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
+def test_an_estimator_that_compares_in_a_group_refuses_a_group_of_one(tmp_path: Path, estimator: str) -> None:
+    weights = ["trainer.algorithm.gdpo_weights={length: 1}"] if estimator == "gdpo" else []
+    overrides = [f"trainer.algorithm.adv_estimator={estimator}", *weights]
+    assert load_config(recipe_file(tmp_path), overrides).rules().min_group_samples == (1 if alone(estimator) else 2)
+    if alone(estimator):
+        load_config(recipe_file(tmp_path), [*overrides, "run.group_size=1"])
+    else:
+        (problem,) = problems_of(recipe_file(tmp_path), [*overrides, "run.group_size=1"])
+        assert f"leaves nothing to compare with: {estimator} needs at least 2" in problem
+
+
+def alone(estimator: str) -> bool:
+    """Without a group."""
+    return estimator in ("reinforce", "reinforce_plus_plus")
 
 
 def test_missing_files_are_told_together(tmp_path: Path) -> None:
