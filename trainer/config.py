@@ -1,14 +1,15 @@
-"""The trainer's settings: what the run's YAML may say under `trainer`. Imports pydantic only.
+"""The trainer's settings: what the run's YAML may say under `trainer`. Imports pydantic and settings only.
 
 `TrainerConfig` holds `AlgorithmConfig`, `OptimizerConfig` and `CheckpointConfig`. The tuples below name what exists;
 a test holds them to the dictionaries in `trainer.advantages` and `trainer.losses`.
 """
 
-import difflib
-from collections.abc import Callable
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import AfterValidator, Field, FiniteFloat, model_validator
+
+from trainer.correction_config import CorrectionConfig
+from trainer.section import Section, one_of
 
 ADVANTAGE_ESTIMATORS = (
     "grpo",
@@ -25,29 +26,13 @@ ADVANTAGE_ESTIMATORS = (
 )
 POLICY_LOSSES = (
     *("vanilla", "decoupled", "gspo", "sapo", "cispo", "gpg", "geo_mean"),
-    *("clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro"),
+    *("clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro", "bypass"),
 )
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
 KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-REJECTION_STATISTICS = (
-    *(f"{level}_{estimator}" for level in ("token", "seq_sum", "seq_mean") for estimator in ("k1", "k2", "k3")),
-    "seq_max_k2",
-    "seq_max_k3",
-)
 OffloadMode = Literal["none", "optimizer", "all"]
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
-
-
-def _one_of(kind: str, names: tuple[str, ...]) -> Callable[[str], str]:
-    def check(value: str) -> str:
-        if value in names:
-            return value
-        nearest = difflib.get_close_matches(value, names, n=1)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise ValueError(f"unknown {kind} {value!r}; {hint}existing: {', '.join(names)}")
-
-    return check
 
 
 def _kl_estimator(value: str) -> str:
@@ -55,87 +40,10 @@ def _kl_estimator(value: str) -> str:
     if value == "full":
         raise ValueError("kl_estimator='full' needs whole distributions; the reference gives sampled tokens' logprobs")
     base, plus = value.removesuffix("+"), value[len(value.removesuffix("+")) :]
-    return _one_of("KL estimator", KL_ESTIMATORS)(KL_ALIASES.get(base, base) + plus)
+    return one_of("KL estimator", KL_ESTIMATORS)(KL_ALIASES.get(base, base) + plus)
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class RejectionConfig(_Section):
-    """A statistic of behaviour against proximal logprobs, and what it may be; what is outside is not trained on."""
-
-    statistic: Annotated[str, AfterValidator(_one_of("rejection statistic", REJECTION_STATISTICS))] = Field(
-        description="LEVEL_ESTIMATOR, of each token or of a sample's counted tokens; d = proximal - behaviour logprob:"
-        " k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d"
-    )
-    high: float = Field(gt=0, description="k2, k3: upper bound, in nats; k1: upper bound of e^k1, a ratio")
-    low: float | None = Field(default=None, gt=0, description="k1: lower bound of e^k1, a ratio; null: 1 / high")
-
-    @model_validator(mode="after")
-    def _bounds_fit(self) -> Self:
-        if not self.statistic.endswith("k1"):
-            if self.low is not None:
-                raise ValueError(f"statistic={self.statistic!r} is never negative and has no lower bound: drop low")
-        elif self.low is None and self.high <= 1:
-            raise ValueError(f"high={self.high} leaves nothing between 1 / high and high: set high above 1, or low")
-        elif self.low is not None and self.low >= self.high:
-            raise ValueError(f"low={self.low} must be below high={self.high}")
-        return self
-
-
-class CorrectionConfig(_Section):
-    """From the behaviour policy to the proximal one, for every loss; asks for one forward pass more over the batch."""
-
-    weights: Literal["none", "token", "sequence", "geometric"] = Field(
-        default="none",
-        description="importance weight of every per-token loss: of the token, of the whole response (the product), or"
-        " the geometric mean over the response",
-    )
-    bound: Literal["truncate", "mask"] = Field(
-        default="truncate",
-        description="weights above weight_max become weight_max (TIS), or weights outside [weight_min, weight_max]"
-        " become 0 (IcePop); such tokens still count in the denominators",
-    )
-    weight_max: float | None = Field(default=2.0, gt=0, description="upper bound of a weight; null: none")
-    weight_min: float | None = Field(default=None, gt=0, description="bound=mask: lower bound of a weight; null: none")
-    normalize: bool = Field(
-        default=False, description="divide bounded weights by their mean over the batch: over tokens, or over samples"
-    )
-    reject: tuple[RejectionConfig, ...] = Field(
-        default=(),
-        description="tokens or samples outside any of these leave the loss and its denominators; their rewards still"
-        " count in the baseline",
-    )
-    second_moment: float | None = Field(
-        default=None,
-        gt=0,
-        description="M2PO: reject the tokens of the largest squared log ratio until its mean over the others is below"
-        " this, in nats^2 (0.04 in the paper); null: none",
-    )
-
-    @property
-    def on(self) -> bool:
-        """Whether there is anything to do."""
-        return self.weights != "none" or bool(self.reject) or self.second_moment is not None
-
-    @model_validator(mode="after")
-    def _bounds_fit(self) -> Self:
-        names = [rule.statistic for rule in self.reject]
-        if self.weights == "none" and (self.normalize or self.bound == "mask"):
-            raise ValueError("normalize and bound='mask' are about weights: set weights to 'token', ...")
-        if self.bound == "mask" and self.weight_min is None and self.weight_max is None:
-            raise ValueError("bound='mask' needs weight_min or weight_max")
-        if self.weight_min is not None and self.bound != "mask":
-            raise ValueError("weight_min needs bound='mask'")
-        if self.weight_min is not None and self.weight_max is not None and self.weight_min >= self.weight_max:
-            raise ValueError(f"weight_min={self.weight_min} must be below weight_max={self.weight_max}")
-        if len(set(names)) < len(names):
-            raise ValueError(f"a statistic stands twice in reject: {', '.join(names)}")
-        return self
-
-
-class OverlongConfig(_Section):
+class OverlongConfig(Section):
     """DAPO's soft punishment of responses that near the token limit: up to -factor, in the last tokens before it."""
 
     limit: int = Field(
@@ -151,10 +59,10 @@ class OverlongConfig(_Section):
         return self
 
 
-class AlgorithmConfig(_Section):
+class AlgorithmConfig(Section):
     """Which estimator, which loss, and their numbers."""
 
-    adv_estimator: Annotated[str, AfterValidator(_one_of("advantage estimator", ADVANTAGE_ESTIMATORS))] = Field(
+    adv_estimator: Annotated[str, AfterValidator(one_of("advantage estimator", ADVANTAGE_ESTIMATORS))] = Field(
         default="grpo", description="advantage estimator, a name in trainer.advantages.ESTIMATORS"
     )
     norm_adv_by_std: bool = Field(
@@ -170,13 +78,18 @@ class AlgorithmConfig(_Section):
         description="weight of each part of the reward that gdpo learns from, by its name in the breakdown: that of a"
         " reward function, or FUNCTION/PART",
     )
-    loss: Annotated[str, AfterValidator(_one_of("policy loss", POLICY_LOSSES))] = Field(
+    loss: Annotated[str, AfterValidator(one_of("policy loss", POLICY_LOSSES))] = Field(
         default="decoupled", description="policy loss, a name in trainer.losses.LOSSES"
     )
     old_logprobs: Literal["proximal", "behaviour"] = Field(
         default="proximal",
         description="denominator of the PPO ratio: the trainer's own logprobs from before the batch's first update, "
-        "or the engine's logprobs as they came (one forward less, and the clip then bounds the staleness too)",
+        "or the engine's logprobs as they came (one forward less, and the clip then bounds the staleness too), which"
+        " is what loss=bypass takes",
+    )
+    bypass_loss: Literal["ppo_clip", "reinforce"] = Field(
+        default="ppo_clip",
+        description="bypass: clipped PPO against the behaviour policy, or the policy gradient times correction.weights",
     )
     clip_low: float = Field(
         default=0.2,
@@ -211,7 +124,7 @@ class AlgorithmConfig(_Section):
         default=0.0002, gt=0, le=1, description="kl_cov: share of a micro-batch's tokens to penalize, at least one"
     )
     kl_cov_coef: float = Field(default=1.0, ge=0, description="kl_cov: weight of their absolute log ratio")
-    loss_aggregation: Annotated[str, AfterValidator(_one_of("loss aggregation", AGGREGATIONS))] = Field(
+    loss_aggregation: Annotated[str, AfterValidator(one_of("loss aggregation", AGGREGATIONS))] = Field(
         default="token-mean",
         description="how per-token losses become one number; the policy part of sapo always takes seq-mean-token-mean,"
         " that of geo_mean the mean over samples",
@@ -275,6 +188,13 @@ class AlgorithmConfig(_Section):
             raise ValueError(f"gamma={self.gamma} does nothing with adv_estimator={self.adv_estimator!r}: set it to 1")
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _bypass_has_no_proximal_policy(cls, fields: object) -> object:
+        if isinstance(fields, dict) and fields.get("loss") == "bypass":
+            return {"old_logprobs": "behaviour", **fields}
+        return fields
+
     @model_validator(mode="after")
     def _combinations(self) -> Self:
         if self.kl_use != "none" and self.kl_coef == 0:
@@ -291,7 +211,7 @@ class AlgorithmConfig(_Section):
             )
         if self.loss == "decoupled" and self.old_logprobs == "behaviour":
             raise ValueError("loss='decoupled' keeps proximal and behaviour apart: set old_logprobs='proximal'")
-        if self.correction.on and self.old_logprobs == "behaviour":
+        if self.correction.on and self.old_logprobs == "behaviour" and self.loss != "bypass":
             raise ValueError("correction compares behaviour with proximal logprobs: set old_logprobs='proximal'")
         if self.correction.weights != "none" and self.loss == "decoupled":
             raise ValueError(
@@ -300,6 +220,23 @@ class AlgorithmConfig(_Section):
             )
         if self.overlong is not None and self.adv_estimator == "gdpo":
             raise ValueError("overlong shapes the reward, and adv_estimator='gdpo' reads only its parts: set one")
+        return self
+
+    @model_validator(mode="after")
+    def _bypass_is_whole(self) -> Self:
+        if self.loss != "bypass":
+            if self.bypass_loss != "ppo_clip":
+                raise ValueError(f"bypass_loss={self.bypass_loss!r} does nothing: set loss='bypass'")
+            return self
+        if self.old_logprobs != "behaviour":
+            raise ValueError("loss='bypass' has no proximal policy: set old_logprobs='behaviour'")
+        if self.correction.second_moment is not None:
+            raise ValueError("loss='bypass' rejects per micro-batch, second_moment looks at the whole batch: drop it")
+        if self.correction.weights != "none" and self.bypass_loss == "ppo_clip":
+            raise ValueError(
+                "bypass_loss='ppo_clip' has a ratio that corrects already: set correction.weights='none' or"
+                " bypass_loss='reinforce'"
+            )
         return self
 
     @model_validator(mode="after")
@@ -313,7 +250,7 @@ class AlgorithmConfig(_Section):
         return self
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule; a schedule step is one training step, however many updates it makes."""
 
     lr: float = Field(default=1e-6, gt=0, description="peak learning rate")
@@ -339,7 +276,7 @@ class OptimizerConfig(_Section):
         return self
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """When checkpoints are written and which are kept."""
 
     every_steps: int = Field(default=50, ge=0, description="training steps between checkpoints; 0: only at the end")
@@ -347,7 +284,7 @@ class CheckpointConfig(_Section):
     keep_every: int = Field(default=0, ge=0, description="also keep each step divisible by this; 0: none")
 
 
-class TrainerConfig(_Section):
+class TrainerConfig(Section):
     """The trainer room."""
 
     model: str = Field(min_length=1, description="folder or Hugging Face id of the start model")
@@ -358,7 +295,7 @@ class TrainerConfig(_Section):
         description="auto (cuda when there is one), cpu, cuda, cuda:N",
     )
     attn_implementation: Annotated[
-        str, AfterValidator(_one_of("attention implementation", ATTENTION_IMPLEMENTATIONS))
+        str, AfterValidator(one_of("attention implementation", ATTENTION_IMPLEMENTATIONS))
     ] = Field(default="sdpa", description="attention kernel of transformers")
     max_tokens_per_microbatch: int = Field(
         default=16384, ge=1, description="tokens, padding included, in one forward; a longer sample goes alone"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trainer.advantages import ESTIMATORS, TOKEN_BASELINES, AdvantageInputs, AdvantageOptions
 from trainer.batch import Batch, Trajectory, collate
 from trainer.config import AlgorithmConfig, TrainerConfig
+from trainer.correction_config import CorrectionConfig
 from trainer.corrections import correct, effective_sample_share, truncated_weights
 from trainer.kl_control import adapted
 from trainer.logprobs import TokenScorer
@@ -58,7 +59,8 @@ class Learner:
         )
         self._part_names = tuple(algorithm.gdpo_weights)
         self._loss_options = _loss_options(algorithm)
-        self._correction = algorithm.correction
+        self._correction = CorrectionConfig() if algorithm.loss == "bypass" else algorithm.correction
+        """What comes before the updates; `bypass` corrects within each."""
         self._device = next(model.parameters()).device
         model.train(config.gradient_checkpointing)
         if config.gradient_checkpointing:
@@ -200,6 +202,8 @@ class Learner:
         if not algorithm.skip_zero_advantage or algorithm.kl_use == "loss" or algorithm.entropy_coef:
             return counted_B
         if algorithm.loss in LEARNS_WITHOUT_ADVANTAGE:
+            return counted_B
+        if algorithm.loss == "bypass" and algorithm.correction.normalize:
             return counted_B
         return counted_B & (advantages_BR * batch.mask_BR).any(-1)
 
@@ -349,6 +353,8 @@ def _loss_options(algorithm: AlgorithmConfig) -> LossOptions:
         aggregation=algorithm.loss_aggregation,
         loss_scale_factor=algorithm.loss_scale_factor,
         importance_cap=algorithm.importance_cap,
+        bypass_loss=algorithm.bypass_loss,
+        correction=algorithm.correction,
         tau_positive=algorithm.tau_positive,
         tau_negative=algorithm.tau_negative,
         dro_beta=algorithm.dro_beta,

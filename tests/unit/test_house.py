@@ -24,7 +24,10 @@ from protos.generated import (
 HOME = Path(__file__).resolve().parents[2]
 ROOMS = ("trainer", "rollout", "reward")
 FLOORS = (*ROOMS, "services", "protos", "deploy", "tests")
-CONFIGS = ("trainer/config.py", "rollout/config.py", "rollout/datasets/config.py", "reward/config.py")
+CONFIGS = (
+    *("trainer/config.py", "trainer/correction_config.py", "trainer/section.py"),
+    *("rollout/config.py", "rollout/datasets/config.py", "reward/config.py"),
+)
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 SHAPELESS_NAMES = {"utils", "util", "misc", "common", "helpers", "helper", "stuff", "tools"}
@@ -107,8 +110,10 @@ def test_the_ground_floor_imports_nothing_that_stands_on_it() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_config_imports_pydantic_only(config: str) -> None:
-    assert tops_of(HOME / config) - set(sys.stdlib_module_names) <= {"pydantic"}
+def test_a_config_imports_pydantic_and_configs_only(config: str) -> None:
+    configs = {path.removesuffix(".py").replace("/", ".") for path in CONFIGS}
+    tops = {name.partition(".")[0] for name in set(imports_of(tree_of(HOME / config))) - configs}
+    assert tops - set(sys.stdlib_module_names) <= {"pydantic"}
 
 
 def test_no_product_file_imports_a_test() -> None:

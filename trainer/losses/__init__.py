@@ -1,5 +1,6 @@
 """Policy losses by name: one pure function per file, tensors of one micro-batch in, loss and metrics out."""
 
+from trainer.losses.bypass import bypass
 from trainer.losses.cispo import cispo
 from trainer.losses.clip_cov import clip_cov
 from trainer.losses.decoupled import decoupled
@@ -26,6 +27,7 @@ LOSSES: dict[str, PolicyLoss] = {
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
     "dro": dro,
+    "bypass": bypass,
 }
 
 LEARNS_WITHOUT_ADVANTAGE = frozenset({"clip_cov", "kl_cov", "dro"})

@@ -4,11 +4,12 @@ A loss divides by the `Denominators` of the whole batch, so losses of micro-batc
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from torch import Generator, Tensor
 
+from trainer.correction_config import CorrectionConfig
 from trainer.metrics import Metric
 
 
@@ -58,6 +59,9 @@ class LossOptions:
     aggregation: str = "token-mean"
     loss_scale_factor: float | None = None
     importance_cap: float | None = 2.0
+    bypass_loss: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    """Of `bypass` only; others find their corrected mask and weights in the inputs."""
     tau_positive: float = 1.0
     tau_negative: float = 1.05
     dro_beta: float | None = None

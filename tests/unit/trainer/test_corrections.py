@@ -16,7 +16,8 @@ from torch import Tensor
 from tests.unit.trainer.test_mismatch import by_server, fleet
 from tests.unit.trainer.test_step import learner, trained, trajectories
 from trainer.batch import Trajectory, collate
-from trainer.config import REJECTION_STATISTICS, AlgorithmConfig, CorrectionConfig, RejectionConfig
+from trainer.config import AlgorithmConfig
+from trainer.correction_config import REJECTION_STATISTICS, CorrectionConfig, RejectionConfig
 from trainer.corrections import (
     bounded,
     correct,

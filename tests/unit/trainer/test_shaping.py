@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from tests.unit.trainer.test_step import learner, trained, trajectories
 from trainer.batch import Trajectory, collate
-from trainer.config import AlgorithmConfig, CorrectionConfig, OverlongConfig
+from trainer.config import AlgorithmConfig, OverlongConfig
+from trainer.correction_config import CorrectionConfig
 from trainer.overlong import overlong_metrics, overlong_penalty
 from trainer.randomness import step_generator
 from trainer.resampling import resample, resampling_metrics, resampling_weights

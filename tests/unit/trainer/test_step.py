@@ -223,6 +223,21 @@ def test_clip_cov_draws_by_seed_and_step_and_not_from_the_global_generator() -> 
     assert not torch.equal(told(1, 0), told(2, 0))
 
 
+@pytest.mark.parametrize("bypass_loss", ["ppo_clip", "reinforce"])
+def test_bypass_corrects_within_each_update(bypass_loss: str) -> None:
+    correction: dict[str, Any] = {"reject": [{"statistic": "seq_mean_k1", "high": 4.0}]}
+    if bypass_loss == "reinforce":
+        correction |= {"weights": "token", "normalize": True}
+    found = learner(loss="bypass", bypass_loss=bypass_loss, correction=correction, epochs=2)
+    told = [found.train(trajectories(seed), step=seed, policy_version=3) for seed in range(2)]
+    assert all(0 < step["rejected_token_share"] < 1 and step["skipped"] == 0 for step in told)
+    plain = learner(loss="vanilla", old_logprobs="behaviour", epochs=2)
+    bare = learner(loss="bypass", epochs=2)
+    for run in (plain, bare):
+        run.train(trajectories(0), step=0, policy_version=3)
+    assert torch.equal(weights(bare.model), weights(plain.model))
+
+
 def test_dro_pulls_samples_without_advantage_too() -> None:
     batch = [replace(t, reward=1.0) if t.group < 2 else t for t in trajectories(5)]
     options: dict[str, Any] = {"loss": "dro", "dro_beta": 0.5, "old_logprobs": "behaviour"}

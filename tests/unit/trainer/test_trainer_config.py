@@ -31,6 +31,10 @@ from trainer.config import AlgorithmConfig, CheckpointConfig, OptimizerConfig, T
         ({"kl_target": 0.1}, "set kl_use='reward'"),
         ({"kl_estimator": "full"}, "needs whole distributions"),
         ({"kl_estimator": "k4"}, "unknown KL estimator 'k4'; existing: k1, k2"),
+        ({"loss": "bypass", "old_logprobs": "proximal"}, "set old_logprobs='behaviour'"),
+        ({"loss": "bypass", "correction": {"second_moment": 0.04}}, "looks at the whole batch"),
+        ({"loss": "bypass", "correction": {"weights": "token"}}, "a ratio that corrects already"),
+        ({"bypass_loss": "reinforce"}, "does nothing: set loss='bypass'"),
         ({"clip_cov_low": 5.0}, "must be below clip_cov_high"),
         ({"loss": "dro"}, "set both or neither"),
         ({"dro_beta": 0.1}, "set both or neither"),
@@ -40,6 +44,12 @@ from trainer.config import AlgorithmConfig, CheckpointConfig, OptimizerConfig, T
 def test_an_algorithm_that_does_not_hold_together_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         AlgorithmConfig(**fields)
+
+
+def test_bypass_implies_the_behaviour_policy_and_survives_a_round_trip() -> None:
+    found = AlgorithmConfig(loss="bypass")
+    assert found.old_logprobs == "behaviour"
+    assert AlgorithmConfig(**found.model_dump()) == found
 
 
 @pytest.mark.parametrize(("name", "meant"), [("kl", "k1"), ("mse", "k2"), ("low_var_kl+", "k3+"), ("abs+", "abs+")])
