@@ -167,6 +167,16 @@ async def test_without_dynamic_sampling_equal_groups_are_trained_on(make_scene: 
     assert (scene.book.recorded_step, scene.filtered) == (1, 0)
 
 
+async def test_an_equal_group_makes_room_while_others_are_still_generated(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene()
+    equal, slow = scene.accept()
+    scene.deliver(equal, EQUAL)
+    await scene.training.pump()
+    assert scene.filtered == 2
+    (another,) = scene.accept()
+    assert (another.position, slow.unsettled) == (2, 2)
+
+
 async def test_groups_for_later_steps_are_not_looked_at_before(make_scene: Callable[..., Scene]) -> None:
     """Rewards that come in any order: the limit is of the step that a group is meant for."""
     scene = make_scene(max_staleness=1, dynamic_sampling=1)
