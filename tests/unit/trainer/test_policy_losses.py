@@ -289,10 +289,8 @@ def test_a_correction_weighs_tokens_and_geo_mean_takes_its_geometric_mean() -> N
         if name not in {"clip_cov"}:  # draws anew
             assert weighed.item() == pytest.approx(1.7 * plain.item())
     two = torch.tensor([[2.0, 8.0]], dtype=torch.float64)
-    pair = replace(
-        one_token(1.0, 1.0),
-        **{name: torch.ones_like(two) for name in ("logprobs_BR", "old_logprobs_BR", "advantages_BR", "mask_BR")},
-    )
+    ones = torch.ones_like(two)
+    pair = replace(one_token(1.0, 1.0), logprobs_BR=ones, old_logprobs_BR=ones, advantages_BR=ones, mask_BR=ones)
     assert LOSSES["geo_mean"](replace(pair, weights_BR=two), OPTIONS).loss.item() == pytest.approx(-4)
 
 
