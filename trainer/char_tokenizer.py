@@ -3,7 +3,12 @@
 Both are ordinary `PreTrainedTokenizerFast` objects: they save as Hugging Face files and load with `AutoTokenizer`.
 """
 
+from typing import TYPE_CHECKING
+
 from transformers import PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 ARITHMETIC_ALPHABET = "0123456789+-*/= \n"
@@ -30,6 +35,11 @@ def char_tokenizer(alphabet: str = ARITHMETIC_ALPHABET) -> PreTrainedTokenizerFa
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
+    return of_words(backend)
+
+
+def of_words(backend: "Tokenizer") -> PreTrainedTokenizerFast:
+    """A word-level vocabulary with pad, eos and unknown as transformers has it; messages are joined as they are."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,

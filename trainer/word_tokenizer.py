@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedTokenizerFast
 
-from trainer.char_tokenizer import EOS, PAD, PLAIN_TEMPLATE, UNKNOWN
+from trainer.char_tokenizer import EOS, PAD, UNKNOWN, of_words
 
 SPECIALS = (PAD, EOS, UNKNOWN)
 
@@ -20,13 +20,4 @@ def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate([*SPECIALS, *words])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNKNOWN,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = PLAIN_TEMPLATE
-    return tokenizer
+    return of_words(backend)

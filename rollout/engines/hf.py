@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rollout.config import RolloutConfig
 from rollout.engine import Completion, Request, UpdateMode, check_request
+from rollout.engines.checkpoint import chosen_length, end_ids_of
 from rollout.engines.hf_core import HfCore
 from rollout.engines.hf_support import check_agreement, check_supported
 from rollout.engines.hf_thread import ComputeThread
@@ -37,13 +38,14 @@ class HfEngine(InProcessPush):
         ValueError where the model's kind of cache or the asked length does not fit.
         """
         check_supported(model)
-        self._max_model_len = _max_model_len(model, asked=config.max_model_len)
+        limit = getattr(model.config, "max_position_embeddings", None)
+        self._max_model_len = chosen_length(limit, asked=config.max_model_len)
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
         self._tokenizer = tokenizer
         self._model = model
         self._core = HfCore(
             model,
-            eos_ids=_end_ids(model, tokenizer),
+            eos_ids=end_ids_of([model.config, getattr(model, "generation_config", None), tokenizer]),
             decode=self._texts,
             max_num_seqs=config.max_num_seqs,
             max_model_len=self._max_model_len,
@@ -208,25 +210,3 @@ class HfEngine(InProcessPush):
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
         self._news.set()
-
-
-def _max_model_len(model: PreTrainedModel, *, asked: int | None) -> int:
-    limit: int | None = getattr(model.config, "max_position_embeddings", None)
-    if asked is None and limit is None:
-        raise ValueError("the model names no longest length: set max_model_len")
-    if asked is not None and limit is not None and asked > limit:
-        raise ValueError(f"max_model_len {asked} is over the {limit} positions of the model")
-    chosen = asked if asked is not None else limit
-    assert chosen is not None
-    return chosen
-
-
-def _end_ids(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:
-    """Every end-of-sequence id that the generation config, the model's config or the tokenizer names."""
-    sources = [model.config, getattr(model, "generation_config", None), tokenizer]
-    ids: set[int] = set()
-    for source in sources:
-        named = getattr(source, "eos_token_id", None)
-        if named is not None:
-            ids.update(named if isinstance(named, (list, tuple)) else [named])
-    return frozenset(ids)

@@ -1,10 +1,10 @@
 """Our settings as SGLang's: environment variables before it is imported, then the arguments of its engine."""
 
-import difflib
 import os
 from collections.abc import Collection, Mapping
 
 from rollout.config import RolloutConfig
+from rollout.engines.arguments import wrong_arguments as wrong
 
 MARGIN = 6
 """SGLang keeps so many positions of its context_length to itself and would cut a sample that needs them."""
@@ -104,15 +104,6 @@ def first_gpu(device: str) -> int:
 
 
 def wrong_arguments(given: Mapping[str, object], known: Collection[str]) -> list[str]:
-    """One sentence for each argument that cannot be passed on, with the nearest that can."""
-    mistakes = []
-    for name in given:
-        if name in OWN_FIELDS:
-            mistakes.append(f"sglang.engine_args.{name}: say it as rollout.{OWN_FIELDS[name]}")
-        elif name in REFUSED:
-            mistakes.append(f"sglang.engine_args.{name} cannot be set: {REFUSED[name]}")
-        elif name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            mistakes.append(f"sglang.engine_args.{name}: this SGLang has no such argument{hint}")
-    return mistakes
+    """One sentence for each argument that cannot be passed on."""
+    refused = {name: f"cannot be set: {why}" for name, why in REFUSED.items()}
+    return wrong(given, known, section="sglang", engine="SGLang", own_fields=OWN_FIELDS, refused=refused)

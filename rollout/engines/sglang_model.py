@@ -1,14 +1,14 @@
 """What the server's own process knows of a model whose weights lie in SGLang's: names, shapes, ends, tokenizer."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from protos import Manifest
 from protos.tensors import TORCH_DTYPES
+from rollout.engines.checkpoint import chosen_length, end_ids_of, read_generation_config
 from rollout.engines.hf_weights import Weights
 
 Parameter = tuple[str, str, tuple[int, ...]]
@@ -63,29 +63,3 @@ def read_tokenizer(path: str) -> Any | None:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError):
         return None
-
-
-def read_generation_config(path: str) -> GenerationConfig | None:
-    try:
-        return GenerationConfig.from_pretrained(path)
-    except OSError:
-        return None
-
-
-def chosen_length(limit: int | None, *, asked: int | None) -> int:
-    """The asked length, else the model's own; ValueError where neither is there or it is over the model's."""
-    if asked is not None and limit is not None and asked > limit:
-        raise ValueError(f"max_model_len {asked} is over the {limit} positions of the model")
-    chosen = asked if asked is not None else limit
-    if chosen is None:
-        raise ValueError("the model names no longest length: set max_model_len")
-    return chosen
-
-
-def end_ids_of(sources: Iterable[object]) -> frozenset[int]:
-    """Every end-of-sequence id that one of them names."""
-    ids: set[int] = set()
-    for source in sources:
-        named = getattr(source, "eos_token_id", None)
-        ids.update([named] if isinstance(named, int) else named or ())
-    return frozenset(ids)

@@ -1,11 +1,11 @@
 """Our settings as vLLM's: environment variables before it is imported, then the arguments of its engine."""
 
-import difflib
 import os
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from rollout.config import RolloutConfig, VllmConfig
+from rollout.engines.arguments import wrong_arguments as wrong
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -97,15 +97,6 @@ def arguments(config: RolloutConfig, *, own_dtype: str) -> dict[str, object]:
 
 
 def wrong_arguments(given: Mapping[str, object], known: Collection[str]) -> list[str]:
-    """One sentence for each argument that cannot be passed on, with the nearest that can."""
-    mistakes = []
-    for name in given:
-        if name in OWN_FIELDS:
-            mistakes.append(f"vllm.engine_args.{name}: say it as rollout.{OWN_FIELDS[name]}")
-        elif name in TAKEN:
-            mistakes.append(f"vllm.engine_args.{name} is set by the engine itself")
-        elif name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            mistakes.append(f"vllm.engine_args.{name}: this vLLM has no such argument{hint}")
-    return mistakes
+    """One sentence for each argument that cannot be passed on."""
+    refused = dict.fromkeys(TAKEN, "is set by the engine itself")
+    return wrong(given, known, section="vllm", engine="vLLM", own_fields=OWN_FIELDS, refused=refused)

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from protos import Manifest
 from protos.generated.trajectory_pb2 import DType
+from rollout.engines.checkpoint import end_ids_of, read_generation_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +45,6 @@ def read_facts(path: str) -> ModelFacts:
     return ModelFacts(
         dtype=str(config.dtype or torch.float32).removeprefix("torch."),
         shapes={name: tuple(one.shape) for name, one in model.named_parameters()},
-        end_ids=_end_ids(config, _generation_config(path), tokenizer),
+        end_ids=tuple(sorted(end_ids_of([config, read_generation_config(path), tokenizer]))),
         tokenizer=tokenizer,
     )
-
-
-def _generation_config(path: str) -> GenerationConfig | None:
-    try:
-        return GenerationConfig.from_pretrained(path)
-    except OSError:
-        return None
-
-
-def _end_ids(*sources: Any) -> tuple[int, ...]:
-    ids: set[int] = set()
-    for source in sources:
-        named = getattr(source, "eos_token_id", None)
-        if named is not None:
-            ids.update(named if isinstance(named, (list, tuple)) else [named])
-    return tuple(sorted(ids))

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from rollout.engine import Request
-from rollout.engines.sglang_model import Outline, chosen_length, end_ids_of
+from rollout.engines.checkpoint import chosen_length, end_ids_of
+from rollout.engines.sglang_model import Outline
 from rollout.engines.sglang_queue import SampleQueue
 from rollout.engines.sglang_samples import VERSIONS
 from rollout.sampling import SamplingParams, StopReason
