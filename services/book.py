@@ -42,6 +42,8 @@ class Sample:
 
     group: int
     index: int
+    baseline: bool = False
+    """Drawn greedily beside the others of its group, for its reward; it is not trained on."""
     state: State = State.PENDING
     attempts: int = 0
     """Leases granted so far."""
@@ -75,6 +77,14 @@ class Group:
     def ready(self) -> list[Sample]:
         return [sample for sample in self.samples if sample.state is State.REFERENCED]
 
+    def drawn(self) -> list[Sample]:
+        """The ready samples that are trained on."""
+        return [sample for sample in self.ready() if not sample.baseline]
+
+    def baseline(self) -> Sample | None:
+        """The ready sample whose reward the others are compared with."""
+        return next((sample for sample in self.ready() if sample.baseline), None)
+
     def oldest_version(self) -> int:
         """The oldest policy_version in the ready samples."""
         return min(sample.oldest_version for sample in self.ready())
@@ -107,8 +117,19 @@ class Journal(Protocol):
 class Book:
     """The state of all samples of a run."""
 
-    def __init__(self, *, group_size: int, use_reference: bool, max_attempts: int, journal: Journal) -> None:
+    def __init__(
+        self,
+        *,
+        group_size: int,
+        use_reference: bool,
+        max_attempts: int,
+        journal: Journal,
+        with_baseline: bool = False,
+    ) -> None:
         self.group_size = group_size
+        """Samples of a prompt that are trained on; the one of this index is the baseline."""
+        self.with_baseline = with_baseline
+        self.samples_per_group = group_size + with_baseline
         self.use_reference = use_reference
         self.max_attempts = max_attempts
         self.journal = journal
@@ -130,12 +151,13 @@ class Book:
     def accept(self, prompt: protos.Prompt) -> Group:
         """Take the next prompt of the stream; its samples are pending, outside the redo queue."""
         position = self.next_group
-        samples = [Sample(position, index) for index in range(self.group_size)]
-        group = Group(position, prompt, samples, self.group_size)
+        indices = range(self.samples_per_group)
+        samples = [Sample(position, index, self.is_baseline(index)) for index in indices]
+        group = Group(position, prompt, samples, len(samples))
         self.groups[position] = group
         self.next_group += 1
-        self.accepted += self.group_size
-        self.outstanding += self.group_size
+        self.accepted += len(samples)
+        self.outstanding += len(samples)
         self.journal.accepted(group)
         return group
 
@@ -146,7 +168,7 @@ class Book:
 
     def find(self, key: protos.SampleKey) -> Sample | None:
         group = self.groups.get(key.group)
-        return group.samples[key.index] if group is not None and key.index < self.group_size else None
+        return group.samples[key.index] if group is not None and key.index < len(group.samples) else None
 
     def leased(self, key: protos.SampleKey, lease_id: int) -> Sample | None:
         """The sample that waits for this delivery; None (and counted) where the delivery is a duplicate or late."""
@@ -285,12 +307,19 @@ class Book:
             balanced=self.accepted == ended + in_flight,
         )
 
+    def is_baseline(self, index: int) -> bool:
+        return index == self.group_size
+
+    def lacks_reference(self, sample: Sample) -> bool:
+        """Whether a generated sample still needs reference logprobs; a baseline does not."""
+        assert sample.trajectory is not None
+        wanted = self.use_reference and not sample.baseline
+        return wanted and not sample.trajectory.HasField("reference_logprobs")
+
     # Inside.
 
     def _settle_if_ready(self, sample: Sample) -> None:
-        trajectory = sample.trajectory
-        assert trajectory is not None
-        if sample.state is State.SCORED and (not self.use_reference or trajectory.HasField("reference_logprobs")):
+        if sample.state is State.SCORED and not self.lacks_reference(sample):
             sample.state = State.REFERENCED
             self._settled(self.groups[sample.group])
 

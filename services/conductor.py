@@ -99,6 +99,7 @@ class Conductor(Actor):
         self._files.callback(self.ledger.close)
         self.book = Book(
             group_size=run.group_size,
+            with_baseline=self.config.trainer.algorithm.with_baseline,
             use_reference=self.config.use_reference,
             max_attempts=conductor.max_attempts,
             journal=self.ledger,
@@ -238,10 +239,7 @@ class Conductor(Actor):
 
     def generated(self, samples: list[Sample]) -> None:
         self.judging.want([sample for sample in samples if sample.state is State.GENERATED])
-        if self.book.use_reference:
-            self.referring.want(
-                [s for s in samples if s.trajectory is not None and not s.trajectory.HasField("reference_logprobs")]
-            )
+        self.referring.want([sample for sample in samples if self.book.lacks_reference(sample)])
 
     def reported(self, report: protos.StepReport, batch: Batch) -> None:
         self.journalist.step(report, batch)

@@ -257,6 +257,8 @@ class Config(Section):
     def _problems(self) -> list[str]:
         run, launch, algorithm = self.run, self.launch, self.trainer.algorithm
         batch = run.prompts_per_step * run.group_size
+        in_group, beside = (run.group_size + 1, " and a baseline") if algorithm.with_baseline else (run.group_size, "")
+        at_once = run.prompts_per_step * in_group
         sizes = [(member.count, self.rollout_of(member).max_num_seqs) for member in self.fleet]
         credit = sum(2 * count * max_num_seqs for count, max_num_seqs in sizes)
         smallest = min(max_num_seqs for _, max_num_seqs in sizes)
@@ -272,12 +274,12 @@ class Config(Section):
             f" cut into trainer.algorithm.minibatches={algorithm.minibatches}"
             if batch % algorithm.minibatches
             else "",
-            f"run.group_size={run.group_size} is larger than twice rollout.max_num_seqs={smallest}:"
+            f"run.group_size={run.group_size}{beside} is larger than twice rollout.max_num_seqs={smallest}:"
             " a group would never be leased"
-            if run.group_size > 2 * smallest
+            if in_group > 2 * smallest
             else "",
-            f"run.max_staleness=0 needs the {batch} samples of a step at once, and the rollout servers take {credit}"
-            if run.max_staleness == 0 and batch > credit
+            f"run.max_staleness=0 needs the {at_once} samples of a step at once, and the rollout servers take {credit}"
+            if run.max_staleness == 0 and at_once > credit
             else "",
             f"trainer.algorithm.temperature={algorithm.temperature} differs from"
             f" rollout.sampling.temperature={sampling.temperature}: logprobs would not agree"

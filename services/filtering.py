@@ -30,6 +30,6 @@ class Filtering:
 
 
 def has_equal_rewards(group: Group) -> bool:
-    """Whether at least two samples are left and all have exactly one reward."""
-    rewards = [sample.trajectory.reward for sample in group.ready() if sample.trajectory is not None]
+    """Whether at least two samples are left, the baseline aside, and all have exactly one reward."""
+    rewards = [sample.trajectory.reward for sample in group.drawn() if sample.trajectory is not None]
     return len(rewards) > 1 and len(set(rewards)) == 1

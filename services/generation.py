@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import protos
@@ -41,6 +41,14 @@ def within_budget(sampling: protos.SamplingParams, prompt: protos.Prompt) -> pro
     own = protos.SamplingParams()
     own.CopyFrom(sampling)
     own.max_tokens = int(budget)
+    return own
+
+
+def greedy(sampling: protos.SamplingParams) -> protos.SamplingParams:
+    """How the baseline of a group is drawn: the most likely token, always."""
+    own = protos.SamplingParams()
+    own.CopyFrom(sampling)
+    own.temperature = 0.0
     return own
 
 
@@ -128,7 +136,7 @@ class Generation:
         while (found := self._next_match()) is not None:
             link, samples = found
             request = messages.setdefault(link.name, protos.GenerateRequest())
-            request.leases.append(self._lease(link, samples))
+            request.leases.extend(self._leases(link, samples))
         for name, request in messages.items():
             self.links[name].send(request)
         if messages:
@@ -153,7 +161,13 @@ class Generation:
             return []
         return self.book.accept(self._next_prompt(self.book.next_group)).samples
 
-    def _lease(self, link: RolloutLink, samples: list[Sample]) -> protos.GroupLease:
+    def _leases(self, link: RolloutLink, samples: list[Sample]) -> Iterator[protos.GroupLease]:
+        """One for the drawn samples of a group, one for its baseline."""
+        for baseline in (False, True):
+            if alike := [sample for sample in samples if sample.baseline is baseline]:
+                yield self._lease(link, alike, baseline=baseline)
+
+    def _lease(self, link: RolloutLink, samples: list[Sample], *, baseline: bool) -> protos.GroupLease:
         group = self.book.groups[samples[0].group]
         lease_id = next(self._lease_ids)
         deadline = self._clock() + self._lease_seconds
@@ -169,8 +183,9 @@ class Generation:
             indices=[sample.index for sample in samples],
             seeds=[seed_of(self._run_seed, group.position, sample.index) for sample in samples],
             attempts=[sample.attempts for sample in samples],
-            sampling=within_budget(self._sampling, group.prompt),
+            sampling=within_budget(greedy(self._sampling) if baseline else self._sampling, group.prompt),
             ttl_ms=int(self._lease_seconds * 1000),
+            baseline=baseline,
         )
 
     def expire(self) -> None:
@@ -214,6 +229,8 @@ class Generation:
         if sample is None:
             return None
         self._release(sample)
+        if not reason and trajectory.baseline != sample.baseline:
+            reason = "baseline_not_as_leased"
         if reason:
             logger.warning(
                 "trajectory refused", extra={"facts": {"sample": sample.key, "server": link.name, "why": reason}}

@@ -64,7 +64,7 @@ class Journalist:
     def step(self, report: protos.StepReport, batch: Batch) -> None:
         """A step is trained."""
         busy = time.process_time()
-        samples = len(batch.keys)
+        samples = sum(not self.book.is_baseline(index) for _, index in batch.keys)
         metrics = {
             **report.metrics,
             "step": float(report.step),
@@ -73,8 +73,6 @@ class Journalist:
             "num_samples": float(samples),
             "conductor_cpu_seconds": busy - self._busy_before,
             "run_seconds": self.seconds(),
-            "staleness_mean": sum(age * count for age, count in batch.staleness.items()) / max(samples, 1),
-            "staleness_max": float(max(batch.staleness, default=0)),
         }
         if self.config.run.dynamic_sampling:
             metrics["dropped_filtered"] = float(self.book.dropped["filtered"])

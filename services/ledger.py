@@ -171,7 +171,7 @@ class Ledger:
         return [self._batch(step, blob) for step, blob, done in rows.fetchall() if trained in (None, bool(done))]
 
     def totals(self) -> dict[str, Counter[str]]:
-        """Ended samples by state name and reason, `batches` by whether they are trained, `groups` accepted."""
+        """Ended samples by state name and reason, `samples` trained and accepted, `next_group`."""
         found: dict[str, Counter[str]] = {name: Counter() for name in ("quarantined", "dropped", "trained", "accepted")}
         rows = self._reader.execute(
             "SELECT state, reason, COUNT(*) FROM samples WHERE state IN (?, ?) GROUP BY state, reason",
@@ -180,9 +180,9 @@ class Ledger:
         for state, reason, count in rows.fetchall():
             found[State(state).name.lower()][reason] += count
         trained = self._reader.execute("SELECT SUM(LENGTH(samples) / 8) FROM batches WHERE trained = 1").fetchone()[0]
-        accepted = self._reader.execute("SELECT COUNT(*), COALESCE(MAX(position) + 1, 0) FROM groups").fetchone()
+        accepted = self._reader.execute("SELECT COUNT(*), COALESCE((MAX(id) >> ?) + 1, 0) FROM samples", (INDEX_BITS,))
         found["trained"]["samples"] = trained or 0
-        found["accepted"]["groups"], found["accepted"]["next_group"] = accepted
+        found["accepted"]["samples"], found["accepted"]["next_group"] = accepted.fetchone()
         return found
 
     def steps(self) -> tuple[int, int]:

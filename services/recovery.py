@@ -13,7 +13,7 @@ def recover(book: Book, ledger: Ledger) -> bool:
     """
     totals = ledger.totals()
     book.next_group = totals["accepted"]["next_group"]
-    book.accepted = totals["accepted"]["groups"] * book.group_size
+    book.accepted = totals["accepted"]["samples"]
     book.quarantined = sum(totals["quarantined"].values())
     book.dropped.update(totals["dropped"])
     book.trained = totals["trained"]["samples"]
@@ -25,7 +25,7 @@ def recover(book: Book, ledger: Ledger) -> bool:
     for batch in ledger.batches(after=book.pushed_version):
         book.unpushed[batch.step] = len(batch.keys)
     for position, prompt, stored in ledger.groups():
-        samples = [restore(sample, use_reference=book.use_reference) for sample in stored]
+        samples = [restore(sample, book) for sample in stored]
         unsettled = sum(sample.state < State.REFERENCED for sample in samples)
         book.groups[position] = Group(position, prompt, samples, unsettled)
         book.pending.extend(sample for sample in samples if sample.state is State.PENDING)
@@ -36,13 +36,13 @@ def recover(book: Book, ledger: Ledger) -> bool:
     return book.accepted > 0
 
 
-def restore(stored: StoredSample, *, use_reference: bool) -> Sample:
+def restore(stored: StoredSample, book: Book) -> Sample:
     """A sample where it stood, as far as that outlives the conductor."""
-    state = State.PENDING if stored.state is State.LEASED else stored.state
-    sample = Sample(*stored.key, state=state, attempts=stored.attempts, trajectory=stored.trajectory)
+    sample = Sample(*stored.key, baseline=book.is_baseline(stored.key[1]))
+    sample.state = State.PENDING if stored.state is State.LEASED else stored.state
+    sample.attempts, sample.trajectory = stored.attempts, stored.trajectory
     if stored.trajectory is not None:
         sample.oldest_version = min(span.policy_version for span in stored.trajectory.spans)
-        referenced = not use_reference or stored.trajectory.HasField("reference_logprobs")
-        if state is State.SCORED and referenced:
+        if sample.state is State.SCORED and not book.lacks_reference(sample):
             sample.state = State.REFERENCED
     return sample

@@ -39,6 +39,7 @@ class Job:
     key: tuple[int, int]
     lease_id: int
     attempt: int
+    baseline: bool
     prompt_ids: protos.Array
     started: float
 
@@ -156,7 +157,8 @@ class RolloutService(Worker, Receiving, protos.RolloutServicer):
             made.append(request)
         array, now = to_array(prompt_ids), time.monotonic()
         for request, index, attempt in zip(made, lease.indices, lease.attempts, strict=True):
-            self._jobs[request.request_id] = Job((lease.group, index), lease.lease_id, attempt, array, now)
+            key = (lease.group, index)
+            self._jobs[request.request_id] = Job(key, lease.lease_id, attempt, lease.baseline, array, now)
         return made
 
     async def _cancel(self, keys: set[tuple[int, int]]) -> None:
@@ -209,6 +211,7 @@ class RolloutService(Worker, Receiving, protos.RolloutServicer):
             response_text=completion.text or "",
             server=self.name,
             generate_seconds=time.monotonic() - job.started,
+            baseline=job.baseline,
         )
 
     def _nack(self, job: Job, reason: str, detail: str) -> protos.Nack:

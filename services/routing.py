@@ -23,8 +23,6 @@ class Run(Protocol):
     @property
     def prompts_per_step(self) -> int: ...
     @property
-    def group_size(self) -> int: ...
-    @property
     def max_staleness(self) -> int: ...
 
 
@@ -50,7 +48,7 @@ class Routing:
     @property
     def bound(self) -> int:
         """Samples that may be outstanding."""
-        return (self.run.max_staleness + 1) * self.run.prompts_per_step * self.run.group_size
+        return (self.run.max_staleness + 1) * self.run.prompts_per_step * self.book.samples_per_group
 
     # Admission.
 
@@ -60,7 +58,7 @@ class Routing:
         A whole group must fit under the bound: a quarantined sample makes no room for the samples of the next step.
         """
         needed = (self.run.num_steps - self.book.recorded_step) * self.run.prompts_per_step
-        fits = self.book.outstanding_at(version) + self.run.group_size <= self.bound
+        fits = self.book.outstanding_at(version) + self.book.samples_per_group <= self.bound
         return fits and len(self.book.groups) < needed
 
     def may_redo(self, version: int) -> bool:
@@ -92,7 +90,7 @@ class Routing:
         """
         version = self._serving()
         share = self.bound if len(set(version.values())) < 2 else -(-self.bound // len(version))
-        size = self.run.group_size
+        size = self.book.samples_per_group
         able = [link for link in links if link.name in version and link.credit >= size]
         free = [link for link in able if not link.in_hand or link.in_hand + size <= share]
         free.sort(key=lambda link: (-version[link.name], link.in_hand, link.name))

@@ -241,7 +241,8 @@ class Training:
         return []
 
     def _unfit(self, group: Group, step: int) -> str:
-        if len(group.ready()) < self.rules.min_group_samples:
+        nothing_to_compare_with = self.book.with_baseline and group.baseline() is None
+        if len(group.drawn()) < self.rules.min_group_samples or nothing_to_compare_with:
             return "invalid"
         staleness = step - 1 - group.oldest_version()
         if staleness > self.rules.max_staleness and self.rules.staleness_policy == "drop":

@@ -195,6 +195,11 @@ class AlgorithmConfig(Section):
             return {"old_logprobs": "behaviour", **fields}
         return fields
 
+    @property
+    def with_baseline(self) -> bool:
+        """Whether each prompt has a greedy sample beside those that are trained on: its reward is their baseline."""
+        return self.adv_estimator == "remax"
+
     @model_validator(mode="after")
     def _combinations(self) -> Self:
         if self.kl_use != "none" and self.kl_coef == 0:

@@ -73,12 +73,15 @@ class GroupLease(google.protobuf.message.Message):
     ATTEMPTS_FIELD_NUMBER: builtins.int
     SAMPLING_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
+    BASELINE_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
     """unique in the run; results carry it back"""
     group: builtins.int
     """position in the prompt stream"""
     ttl_ms: builtins.int
     """how long the lease lasts from now; informative, the granter's clock decides"""
+    baseline: builtins.bool
+    """its samples are greedy ones that the group is compared with; trajectories say so"""
     @property
     def prompt(self) -> trajectory_pb2.Prompt:
         """what all samples of the group answer"""
@@ -110,9 +113,10 @@ class GroupLease(google.protobuf.message.Message):
         attempts: collections.abc.Iterable[builtins.int] | None = ...,
         sampling: Global___SamplingParams | None = ...,
         ttl_ms: builtins.int = ...,
+        baseline: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prompt", b"prompt", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "group", b"group", "indices", b"indices", "lease_id", b"lease_id", "prompt", b"prompt", "sampling", b"sampling", "seeds", b"seeds", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "baseline", b"baseline", "group", b"group", "indices", b"indices", "lease_id", b"lease_id", "prompt", b"prompt", "sampling", b"sampling", "seeds", b"seeds", "ttl_ms", b"ttl_ms"]) -> None: ...
 
 Global___GroupLease: typing_extensions.TypeAlias = GroupLease
 

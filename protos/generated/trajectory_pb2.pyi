@@ -271,6 +271,7 @@ class Trajectory(google.protobuf.message.Message):
     REWARD_BREAKDOWN_FIELD_NUMBER: builtins.int
     REWARD_ROUTE_FIELD_NUMBER: builtins.int
     REFERENCE_LOGPROBS_FIELD_NUMBER: builtins.int
+    BASELINE_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
     """the lease under which it was made"""
     attempt: builtins.int
@@ -287,6 +288,8 @@ class Trajectory(google.protobuf.message.Message):
     """unset until scored"""
     reward_route: builtins.str
     """name@version of what judged it"""
+    baseline: builtins.bool
+    """its reward is the baseline of its group; it is not trained on"""
     @property
     def key(self) -> Global___SampleKey:
         """which sample"""
@@ -338,9 +341,10 @@ class Trajectory(google.protobuf.message.Message):
         reward_breakdown: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         reward_route: builtins.str = ...,
         reference_logprobs: Global___Array | None = ...,
+        baseline: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_reward", b"_reward", "behaviour_logprobs", b"behaviour_logprobs", "key", b"key", "loss_mask", b"loss_mask", "prompt_ids", b"prompt_ids", "reference_logprobs", b"reference_logprobs", "response_ids", b"response_ids", "reward", b"reward"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_reward", b"_reward", "attempt", b"attempt", "behaviour_logprobs", b"behaviour_logprobs", "generate_seconds", b"generate_seconds", "key", b"key", "lease_id", b"lease_id", "loss_mask", b"loss_mask", "prompt_ids", b"prompt_ids", "reference_logprobs", b"reference_logprobs", "response_ids", b"response_ids", "response_text", b"response_text", "reward", b"reward", "reward_breakdown", b"reward_breakdown", "reward_route", b"reward_route", "server", b"server", "spans", b"spans", "stop_reason", b"stop_reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_reward", b"_reward", "attempt", b"attempt", "baseline", b"baseline", "behaviour_logprobs", b"behaviour_logprobs", "generate_seconds", b"generate_seconds", "key", b"key", "lease_id", b"lease_id", "loss_mask", b"loss_mask", "prompt_ids", b"prompt_ids", "reference_logprobs", b"reference_logprobs", "response_ids", b"response_ids", "response_text", b"response_text", "reward", b"reward", "reward_breakdown", b"reward_breakdown", "reward_route", b"reward_route", "server", b"server", "spans", b"spans", "stop_reason", b"stop_reason"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_reward", b"_reward"]) -> typing.Literal["reward"] | None: ...
 
 Global___Trajectory: typing_extensions.TypeAlias = Trajectory
