@@ -19,7 +19,8 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 def adapt(function: Callable[..., Any], *, name: str) -> RewardFunction:
     """`function` as a RewardFunction. verl's form is recognised by its parameter names.
 
-    As in verl it is called by keyword, True counts as 1.0, and parts of the dict that are no numbers are left out.
+    As in verl it is called by keyword, True counts as 1.0, a text "pred" is the answer, and other parts of the dict
+    that are no numbers are left out.
     Raises RewardError for a signature that takes neither an item nor verl's parameters.
     """
     parameters = _parameters(function)
@@ -67,7 +68,8 @@ async def _value_later(raw: Awaitable[Any]) -> Any:
 
 def _value(raw: Any) -> Any:
     if isinstance(raw, Mapping):
-        return {key: _number(part) for key, part in raw.items() if key == "score" or not _is_note(part)}
+        answer = {"answer": raw["pred"]} if isinstance(raw.get("pred"), str) else {}
+        return {key: _number(part) for key, part in raw.items() if key == "score" or not _is_note(part)} | answer
     return _number(raw)
 
 

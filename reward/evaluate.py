@@ -36,9 +36,13 @@ class Evaluator:
         self._runner: Runner | None = None
 
     def score(self, item: ScoreItem) -> Outcome:
-        """The item's Score with breakdown {name: value, name/part: value}, or the first Failure with its function."""
+        """The item's Score with breakdown {name: value, name/part: value}, or the first Failure with its function.
+
+        Its answer is that of the first function that reads one.
+        """
         total = 0.0
         breakdown: dict[str, float] = {}
+        answer: str | None = None
         for function in self._functions:
             name = function.spec.name
             outcome = self._call(function.spec, item)
@@ -46,9 +50,10 @@ class Evaluator:
                 return Failure(outcome.kind, f"{name}: {outcome.message}")
             total += function.weight * outcome.value
             breakdown[name] = outcome.value
+            answer = outcome.answer if answer is None else answer
             for part, value in outcome.breakdown.items():
                 breakdown[f"{name}/{part}"] = value
-        return self._total(total, breakdown)
+        return self._total(total, breakdown, answer)
 
     def self_test(self, announce: Callable[[str], None]) -> None:
         """Run every function over its samples. Raises RewardError naming the function and the failing sample.
@@ -82,13 +87,13 @@ class Evaluator:
             self._runner = asyncio.Runner()
         return self._runner.run(_await(pending))
 
-    def _total(self, total: float, breakdown: dict[str, float]) -> Outcome:
+    def _total(self, total: float, breakdown: dict[str, float], answer: str | None) -> Outcome:
         checked = check_value(total)
         if isinstance(checked, Failure):
             return Failure("invalid_value", f"the weighted sum {checked.message}")
         if self._clip is not None:
             total = min(max(total, self._clip[0]), self._clip[1])
-        return Score(total, breakdown)
+        return Score(total, breakdown, answer)
 
 
 async def _await(pending: Awaitable[Any]) -> Any:

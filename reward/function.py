@@ -17,6 +17,7 @@ FAILURE_KINDS: tuple[FailureKind, ...] = ("timeout", "crash", "invalid_value", "
 LARGEST_VALUE = 3.4028234663852886e38
 MAX_PARTS = 64
 MAX_PART_NAME_CHARACTERS = 128
+MAX_ANSWER_CHARACTERS = 1000
 
 
 class RewardError(Exception):
@@ -36,10 +37,15 @@ class ScoreItem:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A finite reward and the named parts it came from (also finite; not necessarily summing to `value`)."""
+    """A finite reward and the named parts it came from (also finite; not necessarily summing to `value`).
+
+    answer: what the function read as the response's answer, by which an evaluation takes a majority: "" where it looked
+    and found none, None where it reads none.
+    """
 
     value: float
     breakdown: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +57,10 @@ class Failure:
 
 
 Outcome: TypeAlias = Score | Failure
-RewardValue: TypeAlias = float | Score | Mapping[str, float]
+RewardValue: TypeAlias = float | Score | Mapping[str, float | str]
 RewardFunction: TypeAlias = Callable[..., RewardValue | Awaitable[RewardValue]]
-"""Called as function(item, **parameters); plain or async. A mapping must have "score"; its other keys are parts."""
+"""Called as function(item, **parameters); plain or async. A mapping must have "score"; its other keys are parts,
+but for "answer" where it holds text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +77,16 @@ def check_value(raw: object) -> Score | Failure:
     """A checked Score from whatever a reward function returned, or Failure("invalid_value") naming what came back."""
     value: object = raw
     parts: object = {}
+    answer: object = None
     if isinstance(raw, Score):
-        value, parts = raw.value, raw.breakdown
+        value, parts, answer = raw.value, raw.breakdown, raw.answer
     elif isinstance(raw, Mapping):
         if "score" not in raw:
             return Failure("invalid_value", f"returned a mapping without 'score' (keys: {_key_list(raw)})")
-        value, parts = raw["score"], {key: part for key, part in raw.items() if key != "score"}
+        parts = {key: part for key, part in raw.items() if key != "score"}
+        value, answer = raw["score"], parts.pop("answer") if isinstance(parts.get("answer"), str) else None
     try:
-        return Score(_finite(value), _checked_parts(parts))
+        return Score(_finite(value), _checked_parts(parts), _checked_answer(answer))
     except ValueError as error:
         return Failure("invalid_value", str(error))
 
@@ -112,6 +121,12 @@ def _checked_parts(parts: object) -> dict[str, float]:
         if not isinstance(name, str) or not 0 < len(name) <= MAX_PART_NAME_CHARACTERS:
             raise ValueError(f"returned a part whose name is {_describe(name)}, not a short text")
     return {name: _finite(part, what=f"part {one_line(name)!r} is") for name, part in parts.items()}
+
+
+def _checked_answer(answer: object) -> str | None:
+    if answer is not None and not isinstance(answer, str):
+        raise ValueError(f"returned an answer that is {_describe(answer)}, not text")
+    return None if answer is None else answer[:MAX_ANSWER_CHARACTERS]
 
 
 def _describe(value: object) -> str:

@@ -233,14 +233,14 @@ def _read_on(pipe: asyncio.ReadTransport) -> None:
         pipe.resume_reading()
 
 
-def _outcome(first: Any, second: Any) -> Outcome:
+def _outcome(first: Any, second: Any, answer: Any = None) -> Outcome:
     if isinstance(first, str):
         if first not in FAILURE_KINDS:
             raise ValueError(f"no failure kind: {first}")
         return Failure(first, str(second))
-    if not isinstance(first, float) or not isinstance(second, dict):
-        raise TypeError("an answer is [number, parts] or [kind, message]")
-    return Score(first, second)
+    if not isinstance(first, float) or not isinstance(second, dict) or not isinstance(answer, str | None):
+        raise TypeError("an answer is [number, parts, text or null] or [kind, message]")
+    return Score(first, second, answer)
 
 
 def _environment() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 in (stdin):   the settings, then chunks: lists of [prompt, response, ground_truth, data_source, extra]
 out (stdout): {"stage": ...} while starting, {"ready": [...]} or {"refused": why}; then one answer per item, in order:
-              [value, breakdown] or [failure kind, message]
+              [value, breakdown, answer or null] or [failure kind, message]
 
 An answer is written before the next item is begun, so the first unanswered item is the one that hangs or crashes.
 Imports as little as possible: a worker that was killed must be back within a tenth of a second.
@@ -103,7 +103,7 @@ def _load(channel: Channel, function: Mapping[str, Any]) -> WeightedFunction:
 
 def _answer(outcome: Outcome) -> list[object]:
     if isinstance(outcome, Score):
-        return [outcome.value, outcome.breakdown]
+        return [outcome.value, outcome.breakdown, outcome.answer]
     return [outcome.kind, outcome.message]
 
 

@@ -83,6 +83,8 @@ class RewardService(Worker, protos.RewardServicer):
         else:
             result.value = outcome.value
             result.breakdown.update(outcome.breakdown)
+            if outcome.answer is not None:
+                result.answer = outcome.answer
         return result
 
     async def Describe(self, request: protos.DescribeRequest, context: Any) -> protos.DescribeReply:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.generated import trajectory_pb2 as trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0creward.proto\x12\noffbeat.v1\x1a\x10trajectory.proto\"\xeb\x01\n\tScoreItem\x12\"\n\x03key\x18\x01 \x01(\x0b\x32\x15.offbeat.v1.SampleKey\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x10\n\x08response\x18\x03 \x01(\t\x12\x14\n\x0cground_truth\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x05 \x01(\t\x12/\n\x05\x65xtra\x18\x06 \x03(\x0b\x32 .offbeat.v1.ScoreItem.ExtraEntry\x12\x0e\n\x06ticket\x18\x07 \x01(\x04\x1a,\n\nExtraEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"4\n\x0cScoreRequest\x12$\n\x05items\x18\x01 \x03(\x0b\x32\x15.offbeat.v1.ScoreItem\"\x88\x02\n\x0bScoreResult\x12\"\n\x03key\x18\x01 \x01(\x0b\x32\x15.offbeat.v1.SampleKey\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x39\n\tbreakdown\x18\x03 \x03(\x0b\x32&.offbeat.v1.ScoreResult.BreakdownEntry\x12\r\n\x05route\x18\x04 \x01(\t\x12)\n\x07\x66\x61ilure\x18\x05 \x01(\x0e\x32\x18.offbeat.v1.ScoreFailure\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x0e\n\x06ticket\x18\x07 \x01(\x04\x1a\x30\n\x0e\x42reakdownEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"Z\n\nScoreReply\x12(\n\x07results\x18\x01 \x03(\x0b\x32\x17.offbeat.v1.ScoreResult\x12\"\n\x06\x63redit\x18\x02 \x01(\x0b\x32\x12.offbeat.v1.Credit\"\x11\n\x0f\x44\x65scribeRequest\">\n\x08SelfTest\x12#\n\x04item\x18\x01 \x01(\x0b\x32\x15.offbeat.v1.ScoreItem\x12\r\n\x05value\x18\x02 \x01(\x01\"X\n\rDescribeReply\x12\r\n\x05route\x18\x01 \x01(\t\x12\x0e\n\x06\x66ields\x18\x02 \x03(\t\x12(\n\nself_tests\x18\x03 \x03(\x0b\x32\x14.offbeat.v1.SelfTest*\x9b\x01\n\x0cScoreFailure\x12\x1d\n\x19SCORE_FAILURE_UNSPECIFIED\x10\x00\x12\x19\n\x15SCORE_FAILURE_TIMEOUT\x10\x01\x12\x17\n\x13SCORE_FAILURE_CRASH\x10\x02\x12\x1f\n\x1bSCORE_FAILURE_INVALID_VALUE\x10\x03\x12\x17\n\x13SCORE_FAILURE_ERROR\x10\x04\x32\x8b\x01\n\x06Reward\x12=\n\x05Score\x12\x18.offbeat.v1.ScoreRequest\x1a\x16.offbeat.v1.ScoreReply(\x01\x30\x01\x12\x42\n\x08\x44\x65scribe\x12\x1b.offbeat.v1.DescribeRequest\x1a\x19.offbeat.v1.DescribeReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0creward.proto\x12\noffbeat.v1\x1a\x10trajectory.proto\"\xeb\x01\n\tScoreItem\x12\"\n\x03key\x18\x01 \x01(\x0b\x32\x15.offbeat.v1.SampleKey\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x10\n\x08response\x18\x03 \x01(\t\x12\x14\n\x0cground_truth\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x05 \x01(\t\x12/\n\x05\x65xtra\x18\x06 \x03(\x0b\x32 .offbeat.v1.ScoreItem.ExtraEntry\x12\x0e\n\x06ticket\x18\x07 \x01(\x04\x1a,\n\nExtraEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"4\n\x0cScoreRequest\x12$\n\x05items\x18\x01 \x03(\x0b\x32\x15.offbeat.v1.ScoreItem\"\xa8\x02\n\x0bScoreResult\x12\"\n\x03key\x18\x01 \x01(\x0b\x32\x15.offbeat.v1.SampleKey\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x39\n\tbreakdown\x18\x03 \x03(\x0b\x32&.offbeat.v1.ScoreResult.BreakdownEntry\x12\r\n\x05route\x18\x04 \x01(\t\x12)\n\x07\x66\x61ilure\x18\x05 \x01(\x0e\x32\x18.offbeat.v1.ScoreFailure\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x0e\n\x06ticket\x18\x07 \x01(\x04\x12\x13\n\x06\x61nswer\x18\x08 \x01(\tH\x00\x88\x01\x01\x1a\x30\n\x0e\x42reakdownEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_answer\"Z\n\nScoreReply\x12(\n\x07results\x18\x01 \x03(\x0b\x32\x17.offbeat.v1.ScoreResult\x12\"\n\x06\x63redit\x18\x02 \x01(\x0b\x32\x12.offbeat.v1.Credit\"\x11\n\x0f\x44\x65scribeRequest\">\n\x08SelfTest\x12#\n\x04item\x18\x01 \x01(\x0b\x32\x15.offbeat.v1.ScoreItem\x12\r\n\x05value\x18\x02 \x01(\x01\"X\n\rDescribeReply\x12\r\n\x05route\x18\x01 \x01(\t\x12\x0e\n\x06\x66ields\x18\x02 \x03(\t\x12(\n\nself_tests\x18\x03 \x03(\x0b\x32\x14.offbeat.v1.SelfTest*\x9b\x01\n\x0cScoreFailure\x12\x1d\n\x19SCORE_FAILURE_UNSPECIFIED\x10\x00\x12\x19\n\x15SCORE_FAILURE_TIMEOUT\x10\x01\x12\x17\n\x13SCORE_FAILURE_CRASH\x10\x02\x12\x1f\n\x1bSCORE_FAILURE_INVALID_VALUE\x10\x03\x12\x17\n\x13SCORE_FAILURE_ERROR\x10\x04\x32\x8b\x01\n\x06Reward\x12=\n\x05Score\x12\x18.offbeat.v1.ScoreRequest\x1a\x16.offbeat.v1.ScoreReply(\x01\x30\x01\x12\x42\n\x08\x44\x65scribe\x12\x1b.offbeat.v1.DescribeRequest\x1a\x19.offbeat.v1.DescribeReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCOREITEM_EXTRAENTRY']._serialized_options = b'8\001'
   _globals['_SCORERESULT_BREAKDOWNENTRY']._loaded_options = None
   _globals['_SCORERESULT_BREAKDOWNENTRY']._serialized_options = b'8\001'
-  _globals['_SCOREFAILURE']._serialized_start=871
-  _globals['_SCOREFAILURE']._serialized_end=1026
+  _globals['_SCOREFAILURE']._serialized_start=903
+  _globals['_SCOREFAILURE']._serialized_end=1058
   _globals['_SCOREITEM']._serialized_start=47
   _globals['_SCOREITEM']._serialized_end=282
   _globals['_SCOREITEM_EXTRAENTRY']._serialized_start=238
@@ -45,17 +45,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCOREREQUEST']._serialized_start=284
   _globals['_SCOREREQUEST']._serialized_end=336
   _globals['_SCORERESULT']._serialized_start=339
-  _globals['_SCORERESULT']._serialized_end=603
-  _globals['_SCORERESULT_BREAKDOWNENTRY']._serialized_start=555
-  _globals['_SCORERESULT_BREAKDOWNENTRY']._serialized_end=603
-  _globals['_SCOREREPLY']._serialized_start=605
-  _globals['_SCOREREPLY']._serialized_end=695
-  _globals['_DESCRIBEREQUEST']._serialized_start=697
-  _globals['_DESCRIBEREQUEST']._serialized_end=714
-  _globals['_SELFTEST']._serialized_start=716
-  _globals['_SELFTEST']._serialized_end=778
-  _globals['_DESCRIBEREPLY']._serialized_start=780
-  _globals['_DESCRIBEREPLY']._serialized_end=868
-  _globals['_REWARD']._serialized_start=1029
-  _globals['_REWARD']._serialized_end=1168
+  _globals['_SCORERESULT']._serialized_end=635
+  _globals['_SCORERESULT_BREAKDOWNENTRY']._serialized_start=576
+  _globals['_SCORERESULT_BREAKDOWNENTRY']._serialized_end=624
+  _globals['_SCOREREPLY']._serialized_start=637
+  _globals['_SCOREREPLY']._serialized_end=727
+  _globals['_DESCRIBEREQUEST']._serialized_start=729
+  _globals['_DESCRIBEREQUEST']._serialized_end=746
+  _globals['_SELFTEST']._serialized_start=748
+  _globals['_SELFTEST']._serialized_end=810
+  _globals['_DESCRIBEREPLY']._serialized_start=812
+  _globals['_DESCRIBEREPLY']._serialized_end=900
+  _globals['_REWARD']._serialized_start=1061
+  _globals['_REWARD']._serialized_end=1200
 # @@protoc_insertion_point(module_scope)

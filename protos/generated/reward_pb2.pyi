@@ -160,6 +160,7 @@ class ScoreResult(google.protobuf.message.Message):
     FAILURE_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
     TICKET_FIELD_NUMBER: builtins.int
+    ANSWER_FIELD_NUMBER: builtins.int
     value: builtins.float
     """meaningless where failure is set"""
     route: builtins.str
@@ -170,6 +171,8 @@ class ScoreResult(google.protobuf.message.Message):
     """of a failure"""
     ticket: builtins.int
     """of the item"""
+    answer: builtins.str
+    """what it read as the answer: empty where it found none, unset where it reads none"""
     @property
     def key(self) -> trajectory_pb2.SampleKey:
         """of the item"""
@@ -188,9 +191,11 @@ class ScoreResult(google.protobuf.message.Message):
         failure: Global___ScoreFailure.ValueType = ...,
         message: builtins.str = ...,
         ticket: builtins.int = ...,
+        answer: builtins.str | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["breakdown", b"breakdown", "failure", b"failure", "key", b"key", "message", b"message", "route", b"route", "ticket", b"ticket", "value", b"value"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_answer", b"_answer", "answer", b"answer", "key", b"key"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_answer", b"_answer", "answer", b"answer", "breakdown", b"breakdown", "failure", b"failure", "key", b"key", "message", b"message", "route", b"route", "ticket", b"ticket", "value", b"value"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_answer", b"_answer"]) -> typing.Literal["answer"] | None: ...
 
 Global___ScoreResult: typing_extensions.TypeAlias = ScoreResult
 

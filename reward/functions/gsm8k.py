@@ -8,7 +8,7 @@ import re
 from functools import partial
 from typing import Literal
 
-from reward.function import RewardSpec, ScoreItem
+from reward.function import RewardSpec, Score, ScoreItem
 
 STRICT_ANSWER = re.compile(r"#### (\$?-?\$?[0-9.,]+)")
 NUMBER = re.compile(r"-?\$?[0-9.,]+")
@@ -16,7 +16,7 @@ NUMBER = re.compile(r"-?\$?[0-9.,]+")
 Method = Literal["strict", "flexible"]
 
 
-def gsm8k(item: ScoreItem, *, method: Method = "strict", clip_characters: int = 300) -> float:
+def gsm8k(item: ScoreItem, *, method: Method = "strict", clip_characters: int = 300) -> Score:
     """1.0 if the answer found in the last `clip_characters` characters of the response is the ground truth, else 0.0.
 
     Method "strict" needs "#### number"; "flexible" takes the last number in the text.
@@ -25,7 +25,8 @@ def gsm8k(item: ScoreItem, *, method: Method = "strict", clip_characters: int = 
     expected = plain_number(item.ground_truth.rpartition("####")[2])
     if not any(char.isdigit() for char in expected):
         raise ValueError("ground_truth has no number")
-    return 1.0 if find_answer(item.response[-clip_characters:], method=method) == expected else 0.0
+    found = find_answer(item.response[-clip_characters:], method=method)
+    return Score(1.0 if found == expected else 0.0, answer=found or "")
 
 
 def find_answer(text: str, *, method: Method) -> str | None:

@@ -33,6 +33,8 @@ def test_numbers_scores_and_mappings_with_a_score_are_accepted(raw: object, valu
 
 
 def test_the_other_keys_of_a_mapping_become_the_breakdown() -> None:
+    assert check_value({"score": 1.0, "answer": "x" * 2000}) == Score(1.0, {}, "x" * 1000)
+    assert check_value({"score": 1.0, "answer": 2}) == Score(1.0, {"answer": 2.0}), "a number is a part, as ever"
     assert check_value({"score": 1.0, "format": np.float64(0.5), "hits": 3}) == Score(1.0, {"format": 0.5, "hits": 3.0})
 
 
@@ -64,6 +66,7 @@ def test_the_other_keys_of_a_mapping_become_the_breakdown() -> None:
         ({"score": 1.0, **{f"p{i}": 0.0 for i in range(65)}}, "65 parts"),
         (Score("high"), "str 'high'"),  # type: ignore[arg-type]
         (Score(1.0, [1.0]), "breakdown"),  # type: ignore[arg-type]
+        (Score(1.0, answer=72), "answer that is an object int"),  # type: ignore[arg-type]
     ],
 )
 def test_everything_else_is_an_invalid_value_that_is_named(raw: object, words: str) -> None:

@@ -5,13 +5,15 @@ from typing import cast
 
 import pytest
 
-from reward.function import ScoreItem
+from reward.function import Score, ScoreItem, check_value
 from reward.functions import FUNCTIONS
 
 
 def value_of(name: str, response: str, ground_truth: str = "", **parameters: object) -> float:
-    function = cast(Callable[..., float], FUNCTIONS[name].function)
-    return function(ScoreItem(prompt="q", response=response, ground_truth=ground_truth), **parameters)
+    function = cast(Callable[..., object], FUNCTIONS[name].function)
+    outcome = check_value(function(ScoreItem(prompt="q", response=response, ground_truth=ground_truth), **parameters))
+    assert isinstance(outcome, Score)
+    return outcome.value
 
 
 def tokens(num_tokens: object) -> ScoreItem:
@@ -151,4 +153,5 @@ def test_every_function_has_a_version_and_passes_its_own_samples(name: str) -> N
     assert spec.version
     assert len(spec.self_test) >= 3
     for item, expected in spec.self_test:
-        assert spec.function(item) == pytest.approx(expected)
+        outcome = check_value(spec.function(item))
+        assert isinstance(outcome, Score) and outcome.value == pytest.approx(expected)

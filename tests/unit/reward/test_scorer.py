@@ -32,8 +32,8 @@ async def test_the_total_is_the_weighted_sum_and_the_breakdown_holds_values_and_
     ) as scorer:
         outcomes = await scorer.score([item("so #### 72"), item("#### 7")])
     assert outcomes == [
-        Score(1.5, {"gsm8k": 1.0, "mine": 0.5, "mine/words": 3.0}),
-        Score(-0.5, {"gsm8k": 0.0, "mine": 0.5, "mine/words": 2.0}),
+        Score(1.5, {"gsm8k": 1.0, "mine": 0.5, "mine/words": 3.0}, "72"),
+        Score(-0.5, {"gsm8k": 0.0, "mine": 0.5, "mine/words": 2.0}, "7"),
     ]
 
 
@@ -43,12 +43,29 @@ async def test_one_failing_function_fails_the_item_and_is_named() -> None:
     assert isinstance(bad, Failure)
     assert bad.kind == "error"
     assert bad.message.startswith("gsm8k: ValueError: ground_truth has no number (gsm8k.py, line ")
-    assert good == Score(2.0, {"format": 1.0, "gsm8k": 1.0})
+    assert good == Score(2.0, {"format": 1.0, "gsm8k": 1.0}, "72")
 
 
 async def test_the_total_is_clipped_and_the_breakdown_is_not() -> None:
     async with started({"target": "gsm8k", "weight": 10.0}, reward_clip=(-1.0, 1.5)) as scorer:
-        assert await scorer.score([item("#### 72")]) == [Score(1.5, {"gsm8k": 1.0})]
+        assert await scorer.score([item("#### 72")]) == [Score(1.5, {"gsm8k": 1.0}, "72")]
+
+
+async def test_the_answer_is_that_of_the_first_function_that_reads_one(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text(
+        "def ours(item):\n    return {'score': 0.0, 'answer': item.response.upper()}\n"
+        "def verl(solution_str, ground_truth):\n    return {'score': 0.0, 'pred': solution_str[0], 'acc': True}\n"
+    )
+    ours, verl = ({"target": f"{tmp_path}/f.py:{name}"} for name in ("ours", "verl"))
+    async with started({"target": "format"}, ours, verl) as scorer:
+        (outcome,) = await scorer.score([item("ab")])
+    assert outcome == Score(0.0, {"format": 0.0, "ours": 0.0, "verl": 0.0, "verl/acc": 1.0}, "AB")
+    async with started({"target": "format"}, verl) as scorer:
+        (outcome,) = await scorer.score([item("ab")])
+    assert outcome == Score(0.0, {"format": 0.0, "verl": 0.0, "verl/acc": 1.0}, "a")
+    async with started({"target": "gsm8k"}) as scorer:
+        (outcome,) = await scorer.score([item("no number")])
+    assert outcome == Score(0.0, {"gsm8k": 0.0}, ""), "it looked and found none"
 
 
 async def test_a_sum_that_does_not_fit_float32_is_an_invalid_value() -> None:
