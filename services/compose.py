@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from services.config import Config
 from services.errors import ConfigError
+from trainer.config import CHECKED
 
 RECIPES = Path(__file__).resolve().parent.parent / "deploy" / "recipes"
 Places = dict[tuple[str, ...], str]
@@ -42,7 +43,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
 
 def load_json(text: str) -> Config:
     """The config as a conductor hands it on."""
-    return Config.model_validate(json.loads(text))
+    return Config.model_validate(json.loads(text), context=CHECKED)
 
 
 def override_section(config: Config, section: str, overrides: Sequence[str]) -> Config:

@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from reward.config import RewardConfig
 from rollout.config import RolloutConfig
 from rollout.datasets.config import DataConfig
 from services.errors import ConfigError
-from trainer.config import TrainerConfig
+from services.launch_config import FleetMember, LaunchConfig, Section
+from trainer.config import ESTIMATOR, TrainerConfig
+from trainer.plugins import declares
 
 if TYPE_CHECKING:
     import protos
@@ -25,11 +27,6 @@ GROUP_ESTIMATORS = (
     *("grpo", "grpo_passk", "gdpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"),
     *("optimal_token_baseline", "tir_optimal_token_baseline"),
 )
-Role = Literal["conductor", "rollout", "reward", "reference", "trainer"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class RunConfig(Section):
@@ -139,62 +136,6 @@ class TinyConfig(Section):
         return self
 
 
-class FleetMember(Section):
-    """Further rollout servers of one kind, beside those of launch.rollout_servers."""
-
-    count: int = Field(default=1, ge=1, description="processes")
-    engine: str | None = Field(default=None, description="what generates; null: rollout.engine")
-    rollout: dict[str, Any] = Field(
-        default_factory=dict, description="settings of the section rollout that these servers have otherwise"
-    )
-    python: str | None = Field(
-        default=None, description="Python that runs them; null: launch.python.rollout, if that is for the same engine"
-    )
-
-    def settings(self) -> dict[str, Any]:
-        """What differs from the section rollout."""
-        return self.rollout | ({} if self.engine is None else {"engine": self.engine})
-
-
-class LaunchConfig(Section):
-    """What `offbeat train` starts on this box."""
-
-    rollout_servers: int = Field(default=1, ge=0, description="rollout processes as the section rollout says")
-    fleet: tuple[FleetMember, ...] = Field(default=(), description="further rollout processes of other kinds")
-    reward_servers: int = Field(default=1, ge=1, description="reward processes")
-    reference_servers: int = Field(default=1, ge=1, description="reference processes, where a reference is used")
-    host: str = Field(default="127.0.0.1", description="address that the services listen on")
-    conductor_port: int = Field(default=0, ge=0, le=65535, description="0 takes a free port")
-    max_restarts: int = Field(default=20, ge=0, description="restarts of dead processes before the run is given up")
-    trainer_gpus: int | None = Field(
-        default=None,
-        ge=1,
-        description="the trainer takes the first so many GPUs of this box, each rollout server its own next ones; null:"
-        " one, where the box has enough for all, else all services share what there is",
-    )
-    share_gpu: bool = Field(
-        default=False,
-        description="trainer and rollout servers are placed on the same GPUs, also where there are more; one GPU is"
-        " always shared",
-    )
-    time_sharing: bool = Field(
-        default=False,
-        description="who shares a GPU takes turns: rollout servers sleep while the trainer works; needs"
-        " run.max_staleness=0 and trainer.offload",
-    )
-    gpus: dict[str, tuple[int, ...]] = Field(
-        default_factory=dict,
-        description="GPUs, counted from 0, by role or service, e.g. {trainer: [0], rollout: [1, 2], rollout-2: [0]};"
-        " a service that is not named sees all. Empty: placed in order",
-    )
-    python: dict[Role, str] = Field(
-        default_factory=dict,
-        description="Python that runs a role, e.g. rollout: .venv-vllm/bin/python; offbeat is installed there too."
-        " A role that is not named runs in the Python of this command; a rollout server whose engine is not installed"
-        " here runs in .venv-ENGINE, where that exists",
-    )
-
-
 class Config(Section):
     """A whole run."""
 
@@ -214,6 +155,12 @@ class Config(Section):
     def use_reference(self) -> bool:
         """Whether samples need reference logprobs before they are trained on."""
         return self.reference.enabled or self.trainer.algorithm.kl_use != "none"
+
+    @property
+    def compares_in_group(self) -> bool:
+        """Whether a sample alone in its group teaches nothing."""
+        estimator = self.trainer.algorithm.adv_estimator
+        return estimator in GROUP_ESTIMATORS or declares(estimator, ESTIMATOR, "needs_group")
 
     @property
     def crew_size(self) -> int | None:
@@ -265,7 +212,7 @@ class Config(Section):
         sampling = self.rollout.sampling
         return [
             f"run.group_size=1 leaves nothing to compare with: {algorithm.adv_estimator} needs at least 2"
-            if run.group_size == 1 and algorithm.adv_estimator in GROUP_ESTIMATORS
+            if run.group_size == 1 and self.compares_in_group
             else "",
             f"run.dynamic_sampling={run.dynamic_sampling} with run.group_size=1: one sample has no other to differ from"
             if run.group_size == 1 and run.dynamic_sampling
@@ -334,7 +281,7 @@ class Config(Section):
             max_staleness=run.max_staleness,
             staleness_policy=run.staleness_policy,
             dynamic_sampling=run.dynamic_sampling,
-            min_group_samples=2 if self.trainer.algorithm.adv_estimator in GROUP_ESTIMATORS else 1,
+            min_group_samples=2 if self.compares_in_group else 1,
         )
 
     def sampling(self) -> protos.SamplingParams:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.compose import is_executable
-from services.config import Config, Role
+from services.config import Config
 from services.errors import ConfigError
+from services.launch_config import Role
 
 PACKAGES = {"vllm": "vllm", "sglang": "sglang"}
 """What an engine needs beside Offbeat itself."""

@@ -4,11 +4,13 @@
 a test holds them to the dictionaries in `trainer.advantages` and `trainer.losses`.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, FiniteFloat, model_validator
+from pydantic import AfterValidator, Field, FiniteFloat, ValidationInfo, model_validator
 
 from trainer.correction_config import CorrectionConfig
+from trainer.plugins import Kind, check
 from trainer.section import Section, one_of
 
 ADVANTAGE_ESTIMATORS = (
@@ -28,11 +30,20 @@ POLICY_LOSSES = (
     *("vanilla", "decoupled", "gspo", "sapo", "cispo", "gpg", "geo_mean"),
     *("clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro", "bypass"),
 )
+ESTIMATOR = Kind(noun="advantage estimator", group="offbeat.advantages", known=ADVANTAGE_ESTIMATORS)
+LOSS = Kind(noun="policy loss", group="offbeat.losses", known=POLICY_LOSSES)
+CHECKED = {"checked": True}
+"""Validation context of a config that was checked at the start of the run: a user's files may be on another machine."""
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
 KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 OffloadMode = Literal["none", "optimizer", "all"]
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+
+def _found(kind: Kind) -> Callable[[str, ValidationInfo], str]:
+    """A check that the name is built in, installed, or a file with that function."""
+    return lambda value, info: value if info.context == CHECKED else check(value, kind)
 
 
 def _kl_estimator(value: str) -> str:
@@ -62,8 +73,9 @@ class OverlongConfig(Section):
 class AlgorithmConfig(Section):
     """Which estimator, which loss, and their numbers."""
 
-    adv_estimator: Annotated[str, AfterValidator(one_of("advantage estimator", ADVANTAGE_ESTIMATORS))] = Field(
-        default="grpo", description="advantage estimator, a name in trainer.advantages.ESTIMATORS"
+    adv_estimator: Annotated[str, AfterValidator(_found(ESTIMATOR))] = Field(
+        default="grpo",
+        description="advantage estimator; one's own: ./file.py:function, or an entry point of group offbeat.advantages",
     )
     norm_adv_by_std: bool = Field(
         default=True,
@@ -78,8 +90,9 @@ class AlgorithmConfig(Section):
         description="weight of each part of the reward that gdpo learns from, by its name in the breakdown: that of a"
         " reward function, or FUNCTION/PART",
     )
-    loss: Annotated[str, AfterValidator(one_of("policy loss", POLICY_LOSSES))] = Field(
-        default="decoupled", description="policy loss, a name in trainer.losses.LOSSES"
+    loss: Annotated[str, AfterValidator(_found(LOSS))] = Field(
+        default="decoupled",
+        description="policy loss; one's own: ./file.py:function, or an entry point of group offbeat.losses",
     )
     old_logprobs: Literal["proximal", "behaviour"] = Field(
         default="proximal",
@@ -184,7 +197,8 @@ class AlgorithmConfig(Section):
             )
         if self.adv_estimator == "gdpo" and self.kl_use == "reward":
             raise ValueError("adv_estimator='gdpo' looks at the parts of the reward only: set kl_use='loss'")
-        if self.gamma != 1 and self.adv_estimator != "reinforce_plus_plus":
+        user_written = self.adv_estimator not in ADVANTAGE_ESTIMATORS
+        if self.gamma != 1 and self.adv_estimator != "reinforce_plus_plus" and not user_written:
             raise ValueError(f"gamma={self.gamma} does nothing with adv_estimator={self.adv_estimator!r}: set it to 1")
         return self
 

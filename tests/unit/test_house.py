@@ -25,7 +25,7 @@ HOME = Path(__file__).resolve().parents[2]
 ROOMS = ("trainer", "rollout", "reward")
 FLOORS = (*ROOMS, "services", "protos", "deploy", "tests")
 CONFIGS = (
-    *("trainer/config.py", "trainer/correction_config.py", "trainer/section.py"),
+    *("trainer/config.py", "trainer/correction_config.py", "trainer/plugins.py", "trainer/section.py"),
     *("rollout/config.py", "rollout/datasets/config.py", "reward/config.py"),
 )
 MAX_FILE_LINES = 400

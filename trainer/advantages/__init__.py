@@ -17,6 +17,8 @@ from trainer.advantages.remax import remax
 from trainer.advantages.rloo import rloo
 from trainer.advantages.tir_optimal_token_baseline import tir_optimal_token_baseline
 from trainer.advantages.types import AdvantageInputs, AdvantageOptions, AdvantageOutputs, Estimator
+from trainer.config import ESTIMATOR
+from trainer.plugins import load
 
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": grpo,
@@ -34,6 +36,17 @@ ESTIMATORS: dict[str, Estimator] = {
 TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 """These need logprobs and sums of squared probabilities of the weights that the step begins with."""
 
+
+def estimator_of(name: str) -> Estimator:
+    """The estimator of that name, or a user's own; PluginError where it is not there or takes other arguments."""
+    return load(name, ESTIMATOR, ESTIMATORS, returns=AdvantageOutputs)
+
+
+def has_token_baseline(name: str, estimator: Estimator) -> bool:
+    """Whether the estimator reads `logprobs_BR` and `square_sums_BR`; a user's says so by an attribute."""
+    return name in TOKEN_BASELINES or bool(getattr(estimator, "token_baseline", False))
+
+
 __all__ = [
     "ESTIMATORS",
     "TOKEN_BASELINES",
@@ -41,6 +54,8 @@ __all__ = [
     "AdvantageOptions",
     "AdvantageOutputs",
     "Estimator",
+    "estimator_of",
     "gae",
+    "has_token_baseline",
     "remax",
 ]

@@ -1,5 +1,6 @@
 """Policy losses by name: one pure function per file, tensors of one micro-batch in, loss and metrics out."""
 
+from trainer.config import LOSS
 from trainer.losses.bypass import bypass
 from trainer.losses.cispo import cispo
 from trainer.losses.clip_cov import clip_cov
@@ -13,6 +14,7 @@ from trainer.losses.kl_cov import kl_cov
 from trainer.losses.ppo import vanilla
 from trainer.losses.sapo import sapo
 from trainer.losses.types import Denominators, LossInputs, LossOptions, LossOutputs, PolicyLoss
+from trainer.plugins import load
 
 LOSSES: dict[str, PolicyLoss] = {
     "vanilla": vanilla,
@@ -33,6 +35,17 @@ LOSSES: dict[str, PolicyLoss] = {
 LEARNS_WITHOUT_ADVANTAGE = frozenset({"clip_cov", "kl_cov", "dro"})
 """Losses whose gradient depends on samples of zero advantage too: the learner never leaves those out."""
 
+
+def loss_of(name: str) -> PolicyLoss:
+    """The policy loss of that name, or a user's own; PluginError where it is not there or takes other arguments."""
+    return load(name, LOSS, LOSSES, returns=LossOutputs)
+
+
+def learns_without_advantage(name: str, loss: PolicyLoss) -> bool:
+    """Whether samples of zero advantage have a gradient; a user's loss says so by an attribute."""
+    return name in LEARNS_WITHOUT_ADVANTAGE or bool(getattr(loss, "learns_without_advantage", False))
+
+
 __all__ = [
     "LEARNS_WITHOUT_ADVANTAGE",
     "LOSSES",
@@ -41,4 +54,6 @@ __all__ = [
     "LossOptions",
     "LossOutputs",
     "PolicyLoss",
+    "learns_without_advantage",
+    "loss_of",
 ]
