@@ -58,6 +58,8 @@ class Sample:
     oldest_version: int = 0
     """The oldest policy_version among its tokens, once generated."""
     trajectory: protos.Trajectory | None = None
+    answer: str | None = None
+    """What the reward read as its answer, for the majority of an evaluation; see reward/function.py."""
 
     @property
     def key(self) -> Key:

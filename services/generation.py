@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import protos
+from services.aside import Aside, Nothing
 from services.book import Book, Sample, State
 from services.faults import fault
 from services.intake import all_finite, refuse
@@ -83,8 +84,11 @@ class Generation:
         on_generated: Callable[[list[Sample]], None],
         on_end: Callable[[str, str], None],
         on_quarantine: Callable[[Sample, str], None],
+        aside: Aside | None = None,
     ) -> None:
+        """`aside`: other work of the same servers; None: there is none."""
         self.book = book
+        self._aside: Aside = aside or Nothing()
         self.links: dict[str, RolloutLink] = {}
         self.num_tokens = 0
         self._sampling = sampling
@@ -131,12 +135,17 @@ class Generation:
     # Leases.
 
     def pump(self) -> None:
-        """Grant leases while a server has credit and the staleness bound admits samples: one message a server."""
+        """Grant leases while a server has credit and the staleness bound admits samples: one message a server.
+
+        What the servers do beside training takes what credit is left.
+        """
         messages: dict[str, protos.GenerateRequest] = {}
         while (found := self._next_match()) is not None:
             link, samples = found
             request = messages.setdefault(link.name, protos.GenerateRequest())
             request.leases.extend(self._leases(link, samples))
+        for link, request in self._aside.requests(self.links.values(), self._lease_ids):
+            messages.setdefault(link.name, protos.GenerateRequest()).MergeFrom(request)
         for name, request in messages.items():
             self.links[name].send(request)
         if messages:
@@ -198,6 +207,7 @@ class Generation:
                 self._cancel(sample)
                 self._release(sample)
                 self._redo(sample, "lease_expired")
+        self._aside.expire()
 
     def _cancel(self, sample: Sample) -> None:
         if sample.server in self.links:
@@ -217,8 +227,9 @@ class Generation:
         generated = []
         for trajectory in reply.trajectories:
             reason = refuse(trajectory, newest_version=newest, finite=finite)
-            sample = self._take(link, trajectory, reason)
-            if sample is not None:
+            if trajectory.key.evaluation:
+                self._aside.take(trajectory, reason)
+            elif (sample := self._take(link, trajectory, reason)) is not None:
                 generated.append(sample)
         for nack in reply.nacks:
             self._nacked(link, nack)
@@ -245,6 +256,9 @@ class Generation:
     def _nacked(self, link: RolloutLink, nack: protos.Nack) -> None:
         if nack.reason == "draining":
             link.credit = 0
+        if nack.key.evaluation:
+            self._aside.nacked(nack)
+            return
         sample = self.book.leased(nack.key, nack.lease_id)
         if sample is None:
             return
@@ -264,6 +278,7 @@ class Generation:
             self._on_end(link.name, reason)
 
     def _void(self, server: str, reason: str) -> None:
+        self._aside.void(server, reason)
         keys = sorted(self._by_server.pop(server, set()))
         groups = ((self.book.groups[group].samples[index]) for group, index in keys if group in self.book.groups)
         for sample in groups:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import protos
-from services.book import Book, Group, Sample, State
+from services.book import Group, Sample, State
 from services.roster import Member
 from services.station import Station
 
@@ -18,12 +19,25 @@ FAILURES: dict[int, str] = {
 }
 
 
+class Judged(Protocol):
+    """Where the samples are: services/book.py, or services/sheet.py for those of an evaluation."""
+
+    refused: Counter[str]
+
+    @property
+    def groups(self) -> Mapping[int, Group]:
+        """By position."""
+
+    def score(self, sample: Sample, *, value: float, breakdown: dict[str, float], route: str) -> None:
+        """A generated sample has its reward."""
+
+
 class Judging:
     """The reward services of a run, seen from the conductor."""
 
     def __init__(
         self,
-        book: Book,
+        book: Judged,
         *,
         max_attempts: int,
         post: Callable[[Callable[[], None]], None],
@@ -91,6 +105,7 @@ class Judging:
     def _judge(self, sample: Sample, result: protos.ScoreResult) -> None:
         failure = result.failure or (0 if finite(result.value) else protos.SCORE_FAILURE_INVALID_VALUE)
         if not failure:
+            sample.answer = result.answer if result.HasField("answer") else None
             self.book.score(sample, value=result.value, breakdown=dict(result.breakdown), route=result.route)
             return
         reason = FAILURES.get(failure, "reward_error")

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ STOP_REASONS = {
 class Job:
     """A leased sample in the engine."""
 
-    key: tuple[int, int]
+    key: protos.SampleKey
     lease_id: int
     attempt: int
     baseline: bool
@@ -123,7 +123,7 @@ class RolloutService(Worker, Receiving, protos.RolloutServicer):
             if request.leases:
                 self._begin(request.leases, outbox)
             if request.cancels:
-                await self._cancel({(key.group, key.index) for key in request.cancels})
+                await self._cancel({place_of(key) for key in request.cancels})
 
     async def _forget_jobs(self) -> None:
         """A new stream voids the leases of the old one."""
@@ -131,7 +131,7 @@ class RolloutService(Worker, Receiving, protos.RolloutServicer):
         if forgotten:
             await self.engine.abort(forgotten)
 
-    def _begin(self, leases: Iterable[protos.GroupLease], outbox: Outbox[protos.GenerateReply]) -> None:
+    def _begin(self, leases: Sequence[protos.GroupLease], outbox: Outbox[protos.GenerateReply]) -> None:
         requests, nacks = [], []
         for lease in leases:
             try:
@@ -143,6 +143,8 @@ class RolloutService(Worker, Receiving, protos.RolloutServicer):
         if nacks:
             outbox.put(protos.GenerateReply(nacks=nacks, credit=protos.Credit(samples=len(nacks))))
         fault(self.name, "rollout.leased")
+        if any(lease.evaluation for lease in leases):
+            fault(self.name, "rollout.evaluation")
 
     def _requests(self, lease: protos.GroupLease) -> list[Request]:
         """The requests of one group; ValueError where its prompt cannot be generated from."""
@@ -157,12 +159,12 @@ class RolloutService(Worker, Receiving, protos.RolloutServicer):
             made.append(request)
         array, now = to_array(prompt_ids), time.monotonic()
         for request, index, attempt in zip(made, lease.indices, lease.attempts, strict=True):
-            key = (lease.group, index)
+            key = protos.SampleKey(group=lease.group, index=index, evaluation=lease.evaluation)
             self._jobs[request.request_id] = Job(key, lease.lease_id, attempt, lease.baseline, array, now)
         return made
 
-    async def _cancel(self, keys: set[tuple[int, int]]) -> None:
-        ids = [request_id for request_id, job in self._jobs.items() if job.key in keys]
+    async def _cancel(self, places: set[tuple[int, int, int]]) -> None:
+        ids = [request_id for request_id, job in self._jobs.items() if place_of(job.key) in places]
         for request_id in ids:
             del self._jobs[request_id]
         if ids:
@@ -200,7 +202,7 @@ class RolloutService(Worker, Receiving, protos.RolloutServicer):
             for span in completion.spans
         ]
         return protos.Trajectory(
-            key=protos.SampleKey(group=job.key[0], index=job.key[1]),
+            key=job.key,
             lease_id=job.lease_id,
             attempt=job.attempt,
             prompt_ids=job.prompt_ids,
@@ -215,8 +217,7 @@ class RolloutService(Worker, Receiving, protos.RolloutServicer):
         )
 
     def _nack(self, job: Job, reason: str, detail: str) -> protos.Nack:
-        key = protos.SampleKey(group=job.key[0], index=job.key[1])
-        return protos.Nack(key=key, lease_id=job.lease_id, reason=reason, detail=detail)
+        return protos.Nack(key=job.key, lease_id=job.lease_id, reason=reason, detail=detail)
 
     # Control.
 
@@ -241,6 +242,10 @@ class RolloutService(Worker, Receiving, protos.RolloutServicer):
         )
 
 
+def place_of(key: protos.SampleKey) -> tuple[int, int, int]:
+    return key.evaluation, key.group, key.index
+
+
 def sampling_of(params: protos.SamplingParams) -> Any:
     from rollout.sampling import SamplingParams
 
@@ -258,7 +263,7 @@ def refusals(lease: protos.GroupLease, detail: str) -> list[protos.Nack]:
     """A prompt that cannot be generated from will not be better on another server."""
     return [
         protos.Nack(
-            key=protos.SampleKey(group=lease.group, index=index),
+            key=protos.SampleKey(group=lease.group, index=index, evaluation=lease.evaluation),
             lease_id=lease.lease_id,
             reason="unfit_prompt",
             detail=detail,

@@ -536,6 +536,22 @@ class ConductorStatusReply(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class EvaluationEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     RUN_ID_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
@@ -549,11 +565,12 @@ class ConductorStatusReply(google.protobuf.message.Message):
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     NUM_PUSHES_FIELD_NUMBER: builtins.int
     RUN_SECONDS_FIELD_NUMBER: builtins.int
+    EVALUATION_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """random name of the run, kept over restarts"""
     state: builtins.str
     """starting, running, paused, starved, rollout_evicted (no other server is left), waiting_trainer, waiting_reward,
-    waiting_reference, finished
+    waiting_reference, evaluating (all is trained, the last evaluation is not over), finished
     """
     step: builtins.int
     """trained"""
@@ -585,6 +602,10 @@ class ConductorStatusReply(google.protobuf.message.Message):
     def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """of the last step"""
 
+    @property
+    def evaluation(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """of the newest evaluation that has ended: version, pass@1, ..."""
+
     def __init__(
         self,
         *,
@@ -601,9 +622,10 @@ class ConductorStatusReply(google.protobuf.message.Message):
         num_tokens: builtins.int = ...,
         num_pushes: builtins.int = ...,
         run_seconds: builtins.float = ...,
+        evaluation: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ledger", b"ledger"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ledger", b"ledger", "metrics", b"metrics", "num_pushes", b"num_pushes", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "policy_version", b"policy_version", "run_folder", b"run_folder", "run_id", b"run_id", "run_seconds", b"run_seconds", "services", b"services", "staleness", b"staleness", "state", b"state", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["evaluation", b"evaluation", "ledger", b"ledger", "metrics", b"metrics", "num_pushes", b"num_pushes", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "policy_version", b"policy_version", "run_folder", b"run_folder", "run_id", b"run_id", "run_seconds", b"run_seconds", "services", b"services", "staleness", b"staleness", "state", b"state", "step", b"step"]) -> None: ...
 
 Global___ConductorStatusReply: typing_extensions.TypeAlias = ConductorStatusReply
 

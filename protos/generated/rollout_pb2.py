@@ -26,7 +26,7 @@ from protos.generated import trajectory_pb2 as trajectory__pb2
 from protos.generated import weights_pb2 as weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rrollout.proto\x12\noffbeat.v1\x1a\x10trajectory.proto\x1a\rweights.proto\"y\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\"\xd3\x01\n\nGroupLease\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05group\x18\x02 \x01(\x04\x12\"\n\x06prompt\x18\x03 \x01(\x0b\x32\x12.offbeat.v1.Prompt\x12\x0f\n\x07indices\x18\x04 \x03(\r\x12\r\n\x05seeds\x18\x05 \x03(\x04\x12\x10\n\x08\x61ttempts\x18\x06 \x03(\r\x12,\n\x08sampling\x18\x07 \x01(\x0b\x32\x1a.offbeat.v1.SamplingParams\x12\x0e\n\x06ttl_ms\x18\x08 \x01(\r\x12\x10\n\x08\x62\x61seline\x18\t \x01(\x08\"a\n\x0fGenerateRequest\x12&\n\x06leases\x18\x01 \x03(\x0b\x32\x16.offbeat.v1.GroupLease\x12&\n\x07\x63\x61ncels\x18\x02 \x03(\x0b\x32\x15.offbeat.v1.SampleKey\"o\n\x04Nack\x12\"\n\x03key\x18\x01 \x01(\x0b\x32\x15.offbeat.v1.SampleKey\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x11\n\tpermanent\x18\x05 \x01(\x08\"\xa0\x01\n\rGenerateReply\x12,\n\x0ctrajectories\x18\x01 \x03(\x0b\x32\x16.offbeat.v1.Trajectory\x12\x1f\n\x05nacks\x18\x02 \x03(\x0b\x32\x10.offbeat.v1.Nack\x12\"\n\x06\x63redit\x18\x03 \x01(\x0b\x32\x12.offbeat.v1.Credit\x12\x1c\n\x14num_generated_tokens\x18\x04 \x01(\x04\"\x0e\n\x0cPauseRequest\"!\n\nPauseReply\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\"\x0f\n\rResumeRequest\"\r\n\x0bResumeReply\"\x0e\n\x0cSleepRequest\"\x0c\n\nSleepReply\"\r\n\x0bWakeRequest\"\x0b\n\tWakeReply\"\x16\n\x14RolloutStatusRequest\"\xaa\x01\n\x12RolloutStatusReply\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x04\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x12\n\nnum_tokens\x18\x06 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x07 \x01(\t\x12\x0e\n\x06\x61sleep\x18\x08 \x01(\x08\x32\xe1\x04\n\x07Rollout\x12\x46\n\x08Generate\x12\x1b.offbeat.v1.GenerateRequest\x1a\x19.offbeat.v1.GenerateReply(\x01\x30\x01\x12\x45\n\tBeginPush\x12\x1c.offbeat.v1.BeginPushRequest\x1a\x1a.offbeat.v1.BeginPushReply\x12H\n\nCommitPush\x12\x1d.offbeat.v1.CommitPushRequest\x1a\x1b.offbeat.v1.CommitPushReply\x12\x45\n\tAbortPush\x12\x1c.offbeat.v1.AbortPushRequest\x1a\x1a.offbeat.v1.AbortPushReply\x12\x39\n\x05Pause\x12\x18.offbeat.v1.PauseRequest\x1a\x16.offbeat.v1.PauseReply\x12<\n\x06Resume\x12\x19.offbeat.v1.ResumeRequest\x1a\x17.offbeat.v1.ResumeReply\x12\x39\n\x05Sleep\x12\x18.offbeat.v1.SleepRequest\x1a\x16.offbeat.v1.SleepReply\x12\x36\n\x04Wake\x12\x17.offbeat.v1.WakeRequest\x1a\x15.offbeat.v1.WakeReply\x12J\n\x06Status\x12 .offbeat.v1.RolloutStatusRequest\x1a\x1e.offbeat.v1.RolloutStatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rrollout.proto\x12\noffbeat.v1\x1a\x10trajectory.proto\x1a\rweights.proto\"y\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\"\xe7\x01\n\nGroupLease\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05group\x18\x02 \x01(\x04\x12\"\n\x06prompt\x18\x03 \x01(\x0b\x32\x12.offbeat.v1.Prompt\x12\x0f\n\x07indices\x18\x04 \x03(\r\x12\r\n\x05seeds\x18\x05 \x03(\x04\x12\x10\n\x08\x61ttempts\x18\x06 \x03(\r\x12,\n\x08sampling\x18\x07 \x01(\x0b\x32\x1a.offbeat.v1.SamplingParams\x12\x0e\n\x06ttl_ms\x18\x08 \x01(\r\x12\x10\n\x08\x62\x61seline\x18\t \x01(\x08\x12\x12\n\nevaluation\x18\n \x01(\r\"a\n\x0fGenerateRequest\x12&\n\x06leases\x18\x01 \x03(\x0b\x32\x16.offbeat.v1.GroupLease\x12&\n\x07\x63\x61ncels\x18\x02 \x03(\x0b\x32\x15.offbeat.v1.SampleKey\"o\n\x04Nack\x12\"\n\x03key\x18\x01 \x01(\x0b\x32\x15.offbeat.v1.SampleKey\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x11\n\tpermanent\x18\x05 \x01(\x08\"\xa0\x01\n\rGenerateReply\x12,\n\x0ctrajectories\x18\x01 \x03(\x0b\x32\x16.offbeat.v1.Trajectory\x12\x1f\n\x05nacks\x18\x02 \x03(\x0b\x32\x10.offbeat.v1.Nack\x12\"\n\x06\x63redit\x18\x03 \x01(\x0b\x32\x12.offbeat.v1.Credit\x12\x1c\n\x14num_generated_tokens\x18\x04 \x01(\x04\"\x0e\n\x0cPauseRequest\"!\n\nPauseReply\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\"\x0f\n\rResumeRequest\"\r\n\x0bResumeReply\"\x0e\n\x0cSleepRequest\"\x0c\n\nSleepReply\"\r\n\x0bWakeRequest\"\x0b\n\tWakeReply\"\x16\n\x14RolloutStatusRequest\"\xaa\x01\n\x12RolloutStatusReply\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x04\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x12\n\nnum_tokens\x18\x06 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x07 \x01(\t\x12\x0e\n\x06\x61sleep\x18\x08 \x01(\x08\x32\xe1\x04\n\x07Rollout\x12\x46\n\x08Generate\x12\x1b.offbeat.v1.GenerateRequest\x1a\x19.offbeat.v1.GenerateReply(\x01\x30\x01\x12\x45\n\tBeginPush\x12\x1c.offbeat.v1.BeginPushRequest\x1a\x1a.offbeat.v1.BeginPushReply\x12H\n\nCommitPush\x12\x1d.offbeat.v1.CommitPushRequest\x1a\x1b.offbeat.v1.CommitPushReply\x12\x45\n\tAbortPush\x12\x1c.offbeat.v1.AbortPushRequest\x1a\x1a.offbeat.v1.AbortPushReply\x12\x39\n\x05Pause\x12\x18.offbeat.v1.PauseRequest\x1a\x16.offbeat.v1.PauseReply\x12<\n\x06Resume\x12\x19.offbeat.v1.ResumeRequest\x1a\x17.offbeat.v1.ResumeReply\x12\x39\n\x05Sleep\x12\x18.offbeat.v1.SleepRequest\x1a\x16.offbeat.v1.SleepReply\x12\x36\n\x04Wake\x12\x17.offbeat.v1.WakeRequest\x1a\x15.offbeat.v1.WakeReply\x12J\n\x06Status\x12 .offbeat.v1.RolloutStatusRequest\x1a\x1e.offbeat.v1.RolloutStatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,33 +36,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS']._serialized_start=62
   _globals['_SAMPLINGPARAMS']._serialized_end=183
   _globals['_GROUPLEASE']._serialized_start=186
-  _globals['_GROUPLEASE']._serialized_end=397
-  _globals['_GENERATEREQUEST']._serialized_start=399
-  _globals['_GENERATEREQUEST']._serialized_end=496
-  _globals['_NACK']._serialized_start=498
-  _globals['_NACK']._serialized_end=609
-  _globals['_GENERATEREPLY']._serialized_start=612
-  _globals['_GENERATEREPLY']._serialized_end=772
-  _globals['_PAUSEREQUEST']._serialized_start=774
-  _globals['_PAUSEREQUEST']._serialized_end=788
-  _globals['_PAUSEREPLY']._serialized_start=790
-  _globals['_PAUSEREPLY']._serialized_end=823
-  _globals['_RESUMEREQUEST']._serialized_start=825
-  _globals['_RESUMEREQUEST']._serialized_end=840
-  _globals['_RESUMEREPLY']._serialized_start=842
-  _globals['_RESUMEREPLY']._serialized_end=855
-  _globals['_SLEEPREQUEST']._serialized_start=857
-  _globals['_SLEEPREQUEST']._serialized_end=871
-  _globals['_SLEEPREPLY']._serialized_start=873
-  _globals['_SLEEPREPLY']._serialized_end=885
-  _globals['_WAKEREQUEST']._serialized_start=887
-  _globals['_WAKEREQUEST']._serialized_end=900
-  _globals['_WAKEREPLY']._serialized_start=902
-  _globals['_WAKEREPLY']._serialized_end=913
-  _globals['_ROLLOUTSTATUSREQUEST']._serialized_start=915
-  _globals['_ROLLOUTSTATUSREQUEST']._serialized_end=937
-  _globals['_ROLLOUTSTATUSREPLY']._serialized_start=940
-  _globals['_ROLLOUTSTATUSREPLY']._serialized_end=1110
-  _globals['_ROLLOUT']._serialized_start=1113
-  _globals['_ROLLOUT']._serialized_end=1722
+  _globals['_GROUPLEASE']._serialized_end=417
+  _globals['_GENERATEREQUEST']._serialized_start=419
+  _globals['_GENERATEREQUEST']._serialized_end=516
+  _globals['_NACK']._serialized_start=518
+  _globals['_NACK']._serialized_end=629
+  _globals['_GENERATEREPLY']._serialized_start=632
+  _globals['_GENERATEREPLY']._serialized_end=792
+  _globals['_PAUSEREQUEST']._serialized_start=794
+  _globals['_PAUSEREQUEST']._serialized_end=808
+  _globals['_PAUSEREPLY']._serialized_start=810
+  _globals['_PAUSEREPLY']._serialized_end=843
+  _globals['_RESUMEREQUEST']._serialized_start=845
+  _globals['_RESUMEREQUEST']._serialized_end=860
+  _globals['_RESUMEREPLY']._serialized_start=862
+  _globals['_RESUMEREPLY']._serialized_end=875
+  _globals['_SLEEPREQUEST']._serialized_start=877
+  _globals['_SLEEPREQUEST']._serialized_end=891
+  _globals['_SLEEPREPLY']._serialized_start=893
+  _globals['_SLEEPREPLY']._serialized_end=905
+  _globals['_WAKEREQUEST']._serialized_start=907
+  _globals['_WAKEREQUEST']._serialized_end=920
+  _globals['_WAKEREPLY']._serialized_start=922
+  _globals['_WAKEREPLY']._serialized_end=933
+  _globals['_ROLLOUTSTATUSREQUEST']._serialized_start=935
+  _globals['_ROLLOUTSTATUSREQUEST']._serialized_end=957
+  _globals['_ROLLOUTSTATUSREPLY']._serialized_start=960
+  _globals['_ROLLOUTSTATUSREPLY']._serialized_end=1130
+  _globals['_ROLLOUT']._serialized_start=1133
+  _globals['_ROLLOUT']._serialized_end=1742
 # @@protoc_insertion_point(module_scope)

@@ -74,6 +74,7 @@ class GroupLease(google.protobuf.message.Message):
     SAMPLING_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
     BASELINE_FIELD_NUMBER: builtins.int
+    EVALUATION_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
     """unique in the run; results carry it back"""
     group: builtins.int
@@ -82,6 +83,8 @@ class GroupLease(google.protobuf.message.Message):
     """how long the lease lasts from now; informative, the granter's clock decides"""
     baseline: builtins.bool
     """its samples are greedy ones that the group is compared with; trajectories say so"""
+    evaluation: builtins.int
+    """number of the evaluation that its samples belong to; 0: they are for training"""
     @property
     def prompt(self) -> trajectory_pb2.Prompt:
         """what all samples of the group answer"""
@@ -114,9 +117,10 @@ class GroupLease(google.protobuf.message.Message):
         sampling: Global___SamplingParams | None = ...,
         ttl_ms: builtins.int = ...,
         baseline: builtins.bool = ...,
+        evaluation: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prompt", b"prompt", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "baseline", b"baseline", "group", b"group", "indices", b"indices", "lease_id", b"lease_id", "prompt", b"prompt", "sampling", b"sampling", "seeds", b"seeds", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "baseline", b"baseline", "evaluation", b"evaluation", "group", b"group", "indices", b"indices", "lease_id", b"lease_id", "prompt", b"prompt", "sampling", b"sampling", "seeds", b"seeds", "ttl_ms", b"ttl_ms"]) -> None: ...
 
 Global___GroupLease: typing_extensions.TypeAlias = GroupLease
 

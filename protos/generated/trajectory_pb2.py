@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x10trajectory.proto\x12\noffbeat.v1\"F\n\x05\x41rray\x12 \n\x05\x64type\x18\x01 \x01(\x0e\x32\x11.offbeat.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xea\x01\n\x06Prompt\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12)\n\x08messages\x18\x03 \x03(\x0b\x32\x17.offbeat.v1.ChatMessage\x12\x14\n\x0cground_truth\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x05 \x01(\t\x12,\n\x05\x65xtra\x18\x06 \x03(\x0b\x32\x1d.offbeat.v1.Prompt.ExtraEntry\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x1a,\n\nExtraEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"9\n\x0bVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\")\n\tSampleKey\x12\r\n\x05group\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\"\x84\x05\n\nTrajectory\x12\"\n\x03key\x18\x01 \x01(\x0b\x32\x15.offbeat.v1.SampleKey\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12%\n\nprompt_ids\x18\x04 \x01(\x0b\x32\x11.offbeat.v1.Array\x12\'\n\x0cresponse_ids\x18\x05 \x01(\x0b\x32\x11.offbeat.v1.Array\x12-\n\x12\x62\x65haviour_logprobs\x18\x06 \x01(\x0b\x32\x11.offbeat.v1.Array\x12$\n\tloss_mask\x18\x07 \x01(\x0b\x32\x11.offbeat.v1.Array\x12&\n\x05spans\x18\x08 \x03(\x0b\x32\x17.offbeat.v1.VersionSpan\x12+\n\x0bstop_reason\x18\t \x01(\x0e\x32\x16.offbeat.v1.StopReason\x12\x15\n\rresponse_text\x18\n \x01(\t\x12\x0e\n\x06server\x18\x0b \x01(\t\x12\x18\n\x10generate_seconds\x18\x0c \x01(\x02\x12\x13\n\x06reward\x18\r \x01(\x01H\x00\x88\x01\x01\x12\x45\n\x10reward_breakdown\x18\x0e \x03(\x0b\x32+.offbeat.v1.Trajectory.RewardBreakdownEntry\x12\x14\n\x0creward_route\x18\x0f \x01(\t\x12-\n\x12reference_logprobs\x18\x10 \x01(\x0b\x32\x11.offbeat.v1.Array\x12\x10\n\x08\x62\x61seline\x18\x11 \x01(\x08\x1a\x36\n\x14RewardBreakdownEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"(\n\x06\x43redit\x12\x0f\n\x07samples\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04*\x9e\x01\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x44TYPE_INT32\x10\x01\x12\x0f\n\x0b\x44TYPE_INT64\x10\x02\x12\x11\n\rDTYPE_FLOAT32\x10\x03\x12\x11\n\rDTYPE_FLOAT64\x10\x04\x12\x0f\n\x0b\x44TYPE_UINT8\x10\x05\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x06\x12\x11\n\rDTYPE_FLOAT16\x10\x07*l\n\nStopReason\x12\x1b\n\x17STOP_REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0fSTOP_REASON_EOS\x10\x01\x12\x16\n\x12STOP_REASON_LENGTH\x10\x02\x12\x14\n\x10STOP_REASON_STOP\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x10trajectory.proto\x12\noffbeat.v1\"F\n\x05\x41rray\x12 \n\x05\x64type\x18\x01 \x01(\x0e\x32\x11.offbeat.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xea\x01\n\x06Prompt\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12)\n\x08messages\x18\x03 \x03(\x0b\x32\x17.offbeat.v1.ChatMessage\x12\x14\n\x0cground_truth\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x05 \x01(\t\x12,\n\x05\x65xtra\x18\x06 \x03(\x0b\x32\x1d.offbeat.v1.Prompt.ExtraEntry\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x1a,\n\nExtraEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"9\n\x0bVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"=\n\tSampleKey\x12\r\n\x05group\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x12\n\nevaluation\x18\x03 \x01(\r\"\x84\x05\n\nTrajectory\x12\"\n\x03key\x18\x01 \x01(\x0b\x32\x15.offbeat.v1.SampleKey\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12%\n\nprompt_ids\x18\x04 \x01(\x0b\x32\x11.offbeat.v1.Array\x12\'\n\x0cresponse_ids\x18\x05 \x01(\x0b\x32\x11.offbeat.v1.Array\x12-\n\x12\x62\x65haviour_logprobs\x18\x06 \x01(\x0b\x32\x11.offbeat.v1.Array\x12$\n\tloss_mask\x18\x07 \x01(\x0b\x32\x11.offbeat.v1.Array\x12&\n\x05spans\x18\x08 \x03(\x0b\x32\x17.offbeat.v1.VersionSpan\x12+\n\x0bstop_reason\x18\t \x01(\x0e\x32\x16.offbeat.v1.StopReason\x12\x15\n\rresponse_text\x18\n \x01(\t\x12\x0e\n\x06server\x18\x0b \x01(\t\x12\x18\n\x10generate_seconds\x18\x0c \x01(\x02\x12\x13\n\x06reward\x18\r \x01(\x01H\x00\x88\x01\x01\x12\x45\n\x10reward_breakdown\x18\x0e \x03(\x0b\x32+.offbeat.v1.Trajectory.RewardBreakdownEntry\x12\x14\n\x0creward_route\x18\x0f \x01(\t\x12-\n\x12reference_logprobs\x18\x10 \x01(\x0b\x32\x11.offbeat.v1.Array\x12\x10\n\x08\x62\x61seline\x18\x11 \x01(\x08\x1a\x36\n\x14RewardBreakdownEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"(\n\x06\x43redit\x12\x0f\n\x07samples\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04*\x9e\x01\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x44TYPE_INT32\x10\x01\x12\x0f\n\x0b\x44TYPE_INT64\x10\x02\x12\x11\n\rDTYPE_FLOAT32\x10\x03\x12\x11\n\rDTYPE_FLOAT64\x10\x04\x12\x0f\n\x0b\x44TYPE_UINT8\x10\x05\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x06\x12\x11\n\rDTYPE_FLOAT16\x10\x07*l\n\nStopReason\x12\x1b\n\x17STOP_REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0fSTOP_REASON_EOS\x10\x01\x12\x16\n\x12STOP_REASON_LENGTH\x10\x02\x12\x14\n\x10STOP_REASON_STOP\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROMPT_EXTRAENTRY']._serialized_options = b'8\001'
   _globals['_TRAJECTORY_REWARDBREAKDOWNENTRY']._loaded_options = None
   _globals['_TRAJECTORY_REWARDBREAKDOWNENTRY']._serialized_options = b'8\001'
-  _globals['_DTYPE']._serialized_start=1179
-  _globals['_DTYPE']._serialized_end=1337
-  _globals['_STOPREASON']._serialized_start=1339
-  _globals['_STOPREASON']._serialized_end=1447
+  _globals['_DTYPE']._serialized_start=1199
+  _globals['_DTYPE']._serialized_end=1357
+  _globals['_STOPREASON']._serialized_start=1359
+  _globals['_STOPREASON']._serialized_end=1467
   _globals['_ARRAY']._serialized_start=32
   _globals['_ARRAY']._serialized_end=102
   _globals['_CHATMESSAGE']._serialized_start=104
@@ -50,11 +50,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERSIONSPAN']._serialized_start=387
   _globals['_VERSIONSPAN']._serialized_end=444
   _globals['_SAMPLEKEY']._serialized_start=446
-  _globals['_SAMPLEKEY']._serialized_end=487
-  _globals['_TRAJECTORY']._serialized_start=490
-  _globals['_TRAJECTORY']._serialized_end=1134
-  _globals['_TRAJECTORY_REWARDBREAKDOWNENTRY']._serialized_start=1069
-  _globals['_TRAJECTORY_REWARDBREAKDOWNENTRY']._serialized_end=1123
-  _globals['_CREDIT']._serialized_start=1136
-  _globals['_CREDIT']._serialized_end=1176
+  _globals['_SAMPLEKEY']._serialized_end=507
+  _globals['_TRAJECTORY']._serialized_start=510
+  _globals['_TRAJECTORY']._serialized_end=1154
+  _globals['_TRAJECTORY_REWARDBREAKDOWNENTRY']._serialized_start=1089
+  _globals['_TRAJECTORY_REWARDBREAKDOWNENTRY']._serialized_end=1143
+  _globals['_CREDIT']._serialized_start=1156
+  _globals['_CREDIT']._serialized_end=1196
 # @@protoc_insertion_point(module_scope)

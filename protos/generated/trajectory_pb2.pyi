@@ -219,17 +219,21 @@ class SampleKey(google.protobuf.message.Message):
 
     GROUP_FIELD_NUMBER: builtins.int
     INDEX_FIELD_NUMBER: builtins.int
+    EVALUATION_FIELD_NUMBER: builtins.int
     group: builtins.int
-    """position in the prompt stream, from 0"""
+    """position in the prompt stream, from 0; of an evaluation: in its prompts"""
     index: builtins.int
     """place in the group, from 0"""
+    evaluation: builtins.int
+    """number of the evaluation that it belongs to, from 1; 0: it is for training"""
     def __init__(
         self,
         *,
         group: builtins.int = ...,
         index: builtins.int = ...,
+        evaluation: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["group", b"group", "index", b"index"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["evaluation", b"evaluation", "group", b"group", "index", b"index"]) -> None: ...
 
 Global___SampleKey: typing_extensions.TypeAlias = SampleKey
 
