@@ -83,6 +83,11 @@ class Batch:
     """Factor of every per-token policy loss, once the step has corrected the batch; None: 1."""
 
     @property
+    def size(self) -> int:
+        """Number of samples, B."""
+        return len(self.rewards_B)
+
+    @property
     def lengths_B(self) -> Tensor:
         """Prompt plus response tokens of each sample."""
         return self.prompt_lengths_B + self.response_lengths_B

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.batch import Trajectory
+from trainer.parallel import ALONE, Ranks
 
 StepMetrics: TypeAlias = dict[str, float]
 
@@ -30,7 +31,7 @@ def token_mean(values_BR: Tensor, mask_BR: Tensor) -> Metric:
 
 
 class Tally:
-    """Adds up the metrics of micro-batches; one copy to the host in `result`."""
+    """Adds up the metrics of micro-batches, and those of all ranks in `result`."""
 
     def __init__(self) -> None:
         self._values: dict[str, Metric] = {}
@@ -45,16 +46,31 @@ class Tally:
                 value = torch.maximum(before, value) if reduce == "max" else before + value
             self._values[name] = Metric(value, reduce)
 
-    def result(self, *, updates: int) -> StepMetrics:
-        """Every metric as a float; totals are means over the `updates` that they were added up over."""
+    def result(self, ranks: Ranks = ALONE, *, updates: int) -> StepMetrics:
+        """Every metric as a float; totals are means over the `updates` that they were added up over.
+
+        All ranks call it and get the same; one that had no micro-batch adds nothing.
+        """
+        found = ranks.gather({"tokens": self._tokens, "values": self._on_host()})
+        tokens = max(sum(part["tokens"] for part in found), 1.0)
+        divisors = {"sum": float(updates), "token_mean": tokens, "max": 1.0}
+        joined: dict[str, list[float]] = {}
+        reduces: dict[str, str] = {}
+        for part in found:
+            for name, (value, reduce) in part["values"].items():
+                joined.setdefault(name, []).append(value)
+                reduces[name] = reduce
+        return {
+            name: (max(values) if reduces[name] == "max" else sum(values)) / divisors[reduces[name]]
+            for name, values in joined.items()
+        }
+
+    def _on_host(self) -> dict[str, tuple[float, str]]:
+        """One copy for all."""
         if not self._values:
             return {}
         host = torch.stack([metric.value.double() for metric in self._values.values()]).tolist()
-        divisors = {"sum": float(updates), "token_mean": max(self._tokens, 1.0), "max": 1.0}
-        return {
-            name: value / divisors[metric.reduce]
-            for (name, metric), value in zip(self._values.items(), host, strict=True)
-        }
+        return {name: (value, metric.reduce) for (name, metric), value in zip(self._values.items(), host, strict=True)}
 
 
 def absolute_differences(parts_N: Sequence[Tensor]) -> StepMetrics:

@@ -4,7 +4,8 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from trainer.config import OptimizerConfig
 
@@ -34,24 +35,24 @@ def learning_rate(position: int, config: OptimizerConfig) -> float:
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
 
 
-def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The gradients that exist, in the optimizer's order."""
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
 def update(
-    optimizer: torch.optim.Optimizer, loss: Tensor, *, lr: float, max_grad_norm: float | None
+    optimizer: torch.optim.Optimizer, loss: float, *, lr: float, max_grad_norm: float | None
 ) -> tuple[float, bool]:
     """Clips, steps and clears the gradients; gives the 2-norm before clipping, and whether the step was taken.
 
-    A loss or norm that is not finite takes no step and leaves weights and moments as they were.
+    A loss or norm that is not finite takes no step and leaves weights and moments as they were. A parameter without a
+    gradient has one of zeros: AdamW's moments and weight decay act even on a batch without any.
     """
-    norm_and_loss = torch.stack([get_total_norm(gradients(optimizer)), loss.detach()])
-    norm, value = norm_and_loss.tolist()
-    taken = math.isfinite(norm) and math.isfinite(value)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in parameters]
+    norm = _norm(gradients)
+    taken = math.isfinite(norm) and math.isfinite(loss)
     if taken:
         if max_grad_norm is not None and norm + CLIP_EPSILON > max_grad_norm:
-            clip_grads_with_norm_(_parameters(optimizer), max_grad_norm, norm_and_loss[0])
+            torch._foreach_mul_(gradients, max_grad_norm / (norm + CLIP_EPSILON))
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
@@ -59,5 +60,7 @@ def update(
     return norm, taken
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _norm(gradients: list[Tensor]) -> float:
+    """2-norm of all gradients; where they are sharded, of all shards."""
+    norm = get_total_norm(gradients)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -1,9 +1,11 @@
-"""A batch -> micro-batches by token budget, and the flat indices by which they meet the model.
+"""A batch -> micro-batches without padding, by token budget, equally many for each rank and equally heavy.
 
-Dimensions: B samples of the micro-batch, T tokens, R response tokens, N counted response tokens.
+Dimensions: S samples of the micro-batch, one after the other in T tokens; R response tokens, N counted ones.
 """
 
+import heapq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,59 +14,117 @@ from torch import Tensor
 from trainer.batch import Batch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """Some rows of a batch, on the device, cut to their own widths."""
+class PackedTokens(NamedTuple):
+    """What a policy reads, on its device. A tuple, so that FSDP2 sees the tensors in it."""
 
-    rows_B: Tensor
-    """Which rows of the batch, on the CPU."""
-    width: int
-    """R of this micro-batch."""
-    input_ids_BT: Tensor
+    input_ids_1T: Tensor
+    position_ids_1T: Tensor
+    """From 0 in each sample."""
+    cu_seqlens: Tensor
+    """int32, [S + 1]: where the samples begin, and T."""
+    max_length: int
+    """Tokens of the longest sample."""
     positions_N: Tensor
-    """Into the flattened input_ids_BT: where each counted token is predicted (one to its left)."""
+    """Into T: where each counted token is predicted (one to its left)."""
     targets_N: Tensor
     """Its token id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Some rows of a batch, on the device."""
+
+    rows_B: Tensor
+    """Which rows of the batch, on the CPU; none where a rank only keeps the others company in a collective."""
+    width: int
+    """R of this micro-batch."""
+    tokens: PackedTokens
     slots_N: Tensor
-    """Its place in the flattened [B, R]."""
+    """Place of each counted token in the flattened [S, R]."""
+
+    @property
+    def idle(self) -> bool:
+        return not len(self.rows_B)
 
     def scatter(self, values_N: Tensor) -> Tensor:
-        """Values of counted tokens -> [B, R], zero elsewhere; differentiable."""
+        """Values of counted tokens -> [S, R], zero elsewhere; differentiable."""
         flat = values_N.new_zeros(len(self.rows_B) * self.width)
-        return flat.index_copy(0, self.slots_N, values_N).view(-1, self.width)
+        return flat.index_copy(0, self.slots_N, values_N).view(len(self.rows_B), self.width)
 
 
-def pack(lengths_B: Tensor, *, max_tokens: int) -> list[Tensor]:
-    """Row numbers of each micro-batch: longest first, as many as stay within `max_tokens` with their padding.
+def pack(lengths_B: Tensor, *, max_tokens: int, ranks: int = 1) -> list[list[Tensor]]:
+    """For each rank the row numbers of its micro-batches, equally many; some are empty where rows are few.
 
-    A sample longer than the budget goes alone. Samples of equal length keep their order, so the result depends on the
-    lengths only.
+    No micro-batch exceeds `max_tokens` but for a sample that is longer, which goes alone and whole. The next longest
+    sample goes where least has gathered, and ranks run micro-batches of like size side by side. The result depends on
+    the lengths only.
     """
     lengths = lengths_B.numpy()
     order = np.argsort(-lengths, kind="stable")
-    parts, start = [], 0
-    while start < len(order):
-        count = max(1, max_tokens // int(lengths[order[start]]))
-        parts.append(torch.from_numpy(order[start : start + count]))
-        start += count
+    if not len(order):
+        return [[] for _ in range(ranks)]
+    count = ranks * -(-min(-(-int(lengths.sum()) // max_tokens), len(order)) // ranks)
+    while (parts := _balanced(order, lengths, count, max_tokens)) is None:
+        count += ranks
+    parts.sort(key=lambda part: -int(lengths[part].sum()))
+    return [[torch.tensor(part, dtype=torch.int64) for part in parts[rank::ranks]] for rank in range(ranks)]
+
+
+def _balanced(
+    order: np.ndarray[tuple[int], np.dtype[np.int64]],
+    lengths: np.ndarray[tuple[int], np.dtype[np.int64]],
+    count: int,
+    max_tokens: int,
+) -> list[list[int]] | None:
+    """`count` parts, each row to the one with the fewest tokens so far; None where one grows over the budget."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    lightest = [(0, number) for number in range(count)]
+    for row in order.tolist():
+        tokens, number = lightest[0]
+        length = int(lengths[row])
+        if tokens and tokens + length > max_tokens:
+            return None
+        heapq.heapreplace(lightest, (tokens + length, number))
+        parts[number].append(row)
     return parts
 
 
 def micro_batch(batch: Batch, rows_B: Tensor, *, device: torch.device) -> MicroBatch:
     """Picks `rows_B` out of `batch`; tokens outside the loss mask get no position, hence no logits.
 
-    The last column predicts nothing that is asked for, so the model does not see it.
+    The last token of a sample predicts nothing that is asked for, so the model does not see it. Without rows there is
+    one token, and nothing is asked about it.
     """
-    prompt_lengths_B, lengths_B = batch.prompt_lengths_B[rows_B], batch.lengths_B[rows_B]
-    tokens, width = int(lengths_B.max()), int(batch.response_lengths_B[rows_B].max())
-    input_ids_BT = batch.input_ids_BT[rows_B, :tokens]
+    if not len(rows_B):
+        return _company(device)
+    prompts_S, seen_S = batch.prompt_lengths_B[rows_B], batch.lengths_B[rows_B] - 1
+    ends_S, width = seen_S.cumsum(0), int(batch.response_lengths_B[rows_B].max())
+    starts_S = ends_S - seen_S
+    position_ids_T = torch.arange(int(ends_S[-1])) - starts_S.repeat_interleave(seen_S)
     row_N, column_N = batch.mask_BR[rows_B, :width].nonzero(as_tuple=True)
-    predicted_N = row_N * tokens + prompt_lengths_B[row_N] + column_N
-    return MicroBatch(
-        rows_B=rows_B,
-        width=width,
-        input_ids_BT=input_ids_BT[:, :-1].to(device, non_blocking=True),
-        positions_N=(predicted_N - 1 - row_N).to(device, non_blocking=True),
-        targets_N=input_ids_BT.flatten()[predicted_N].to(device, non_blocking=True),
-        slots_N=(row_N * width + column_N).to(device, non_blocking=True),
+    predicted_N = prompts_S[row_N] + column_N
+    tokens = PackedTokens(
+        input_ids_1T=batch.input_ids_BT[rows_B.repeat_interleave(seen_S), position_ids_T][None],
+        position_ids_1T=position_ids_T[None],
+        cu_seqlens=torch.cat([starts_S, ends_S[-1:]]).int(),
+        max_length=int(seen_S.max()),
+        positions_N=starts_S[row_N] + predicted_N - 1,
+        targets_N=batch.input_ids_BT[rows_B[row_N], predicted_N],
     )
+    return MicroBatch(
+        rows_B=rows_B, width=width, tokens=_on(tokens, device), slots_N=_to(row_N * width + column_N, device)
+    )
+
+
+def _company(device: torch.device) -> MicroBatch:
+    zero, none = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    tokens = PackedTokens(zero, zero, torch.tensor([0, 1], dtype=torch.int32), 1, none, none)
+    return MicroBatch(rows_B=none, width=0, tokens=_on(tokens, device), slots_N=none.to(device))
+
+
+def _on(tokens: PackedTokens, device: torch.device) -> PackedTokens:
+    return PackedTokens(*(_to(part, device) if isinstance(part, Tensor) else part for part in tokens))
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device, non_blocking=True)

@@ -8,21 +8,21 @@ import torch
 from torch import nn
 
 from trainer.batch import Trajectory, collate
-from trainer.logprobs import TokenScorer
 from trainer.packing import micro_batch, pack
+from trainer.policy import Policy
 
 TokenIds = npt.NDArray[np.int32]
 
 
 class ReferencePolicy:
-    """A model that is never trained; `max_tokens` bounds one forward, padding included."""
+    """A model that is never trained; `max_tokens` bounds one forward, in tokens."""
 
     def __init__(
         self, model: nn.Module, max_tokens: int, *, temperature: float = 1.0, max_logits_mib: int = 256
     ) -> None:
         self._model = model.eval().requires_grad_(False)
         self._max_tokens = max_tokens
-        self._scorer = TokenScorer(model, temperature=temperature, max_logits_mib=max_logits_mib)
+        self._policy = Policy(self._model, temperature=temperature, max_logits_mib=max_logits_mib)
 
     @torch.inference_mode()
     def logprobs(self, prompts: Sequence[TokenIds], responses: Sequence[TokenIds]) -> list[npt.NDArray[np.float32]]:
@@ -35,9 +35,8 @@ class ReferencePolicy:
         batch = collate([_unscored(i, p, r) for i, (p, r) in enumerate(zip(prompts, responses, strict=True))])
         device = next(self._model.parameters()).device
         scores: list[npt.NDArray[np.float32]] = [np.empty(0, np.float32)] * len(prompts)
-        for rows_B in pack(batch.lengths_B, max_tokens=self._max_tokens):
-            micro = micro_batch(batch, rows_B, device=device)
-            found = self._scorer(micro.input_ids_BT, micro.positions_N, micro.targets_N)
+        for rows_B in pack(batch.lengths_B, max_tokens=self._max_tokens)[0]:
+            found = self._policy(micro_batch(batch, rows_B, device=device).tokens)
             ends = batch.response_lengths_B[rows_B].cumsum(0)[:-1]
             parts = np.split(found.logprobs_N.float().cpu().numpy(), ends.numpy())
             for row, part in zip(rows_B.tolist(), parts, strict=True):

@@ -11,11 +11,12 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trainer.batch import Trajectory, collate
-from trainer.logprobs import TokenScorer
 from trainer.packing import micro_batch, pack
+from trainer.policy import Policy
 from trainer.reference import ReferencePolicy
 
 torch.set_num_threads(1)
+CPU = torch.device("cpu")
 
 
 def trajectory(prompt: list[int], response: list[int], **more: Any) -> Trajectory:
@@ -63,48 +64,72 @@ def test_collation_pads_on_the_right_and_aligns_responses_on_the_left() -> None:
     assert batch.reference_logprobs_BR is None
 
 
-def test_a_micro_batch_points_one_to_the_left_of_each_counted_token() -> None:
+def test_a_micro_batch_holds_no_padding_and_points_one_to_the_left_of_each_counted_token() -> None:
     masked = trajectory([4], [5, 6, 7], loss_mask=np.array([1, 0, 1], np.uint8))
     batch = collate([trajectory([1, 2], [3]), masked, trajectory([1], [2] * 6)])
-    micro = micro_batch(batch, torch.tensor([1, 0]), device=torch.device("cpu"))
-    assert micro.input_ids_BT.tolist() == [[4, 5, 6], [1, 2, 3]], "the last column predicts nothing"
-    assert micro.positions_N.tolist() == [0, 2, 4]
-    assert micro.targets_N.tolist() == [5, 7, 3]
+    micro = micro_batch(batch, torch.tensor([1, 0]), device=CPU)
+    tokens = micro.tokens
+    assert tokens.input_ids_1T.tolist() == [[4, 5, 6, 1, 2]], "the last token of a sample predicts nothing"
+    assert tokens.position_ids_1T.tolist() == [[0, 1, 2, 0, 1]]
+    assert (tokens.cu_seqlens.tolist(), tokens.cu_seqlens.dtype, tokens.max_length) == ([0, 3, 5], torch.int32, 3)
+    assert tokens.positions_N.tolist() == [0, 2, 4]
+    assert tokens.targets_N.tolist() == [5, 7, 3]
     assert micro.scatter(torch.tensor([10.0, 20.0, 30.0])).tolist() == [[10, 0, 20], [30, 0, 0]]
 
 
+@pytest.mark.parametrize("model_of", ["qwen3", "capped"])
+def test_a_micro_batch_without_rows_runs_and_gives_every_weight_a_gradient_of_zeros(model_of: str) -> None:
+    model = tiny_model() if model_of == "qwen3" else Capped(tiny_model())
+    micro = micro_batch(collate([trajectory([1], [2])]), torch.zeros(0, dtype=torch.int64), device=CPU)
+    scores = Policy(model)(micro.tokens, entropy="detached")
+    assert micro.idle and scores.logprobs_N.shape == (0,)
+    (scores.logprobs_N.sum() * 0.0).backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+
+
 @settings(deadline=None)
-@given(lengths=st.lists(st.integers(1, 50), max_size=40), budget=st.integers(1, 120))
-def test_packing_takes_every_sample_once_within_the_budget(lengths: list[int], budget: int) -> None:
+@given(lengths=st.lists(st.integers(1, 50), max_size=40), budget=st.integers(1, 120), ranks=st.integers(1, 5))
+def test_packing_takes_every_sample_once_within_the_budget(lengths: list[int], budget: int, ranks: int) -> None:
     lengths_B = torch.tensor(lengths, dtype=torch.int64)
-    parts = pack(lengths_B, max_tokens=budget)
+    by_rank = pack(lengths_B, max_tokens=budget, ranks=ranks)
+    parts = [part for parts in by_rank for part in parts]
     assert sorted(row for part in parts for row in part.tolist()) == list(range(len(lengths)))
-    for part in parts:
-        assert len(part) == 1 or len(part) * int(lengths_B[part].max()) <= budget
+    assert all(len(part) <= 1 or int(lengths_B[part].sum()) <= budget for part in parts)
+    assert len(by_rank) == ranks and len({len(parts) for parts in by_rank}) == 1
 
 
-@pytest.mark.parametrize("max_logits_mib", [256, 0])
+def test_ranks_get_tokens_of_like_number() -> None:
+    lengths_B = torch.from_numpy(np.random.default_rng(0).integers(20, 400, 64))
+    by_rank = pack(lengths_B, max_tokens=2048, ranks=4)
+    loads = [sum(int(lengths_B[part].sum()) for part in parts) for parts in by_rank]
+    assert max(loads) / min(loads) < 1.02
+    assert pack(torch.tensor([3, 5]), max_tokens=8, ranks=2) == [[torch.tensor([1])], [torch.tensor([0])]]
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_scores_are_the_log_softmax_of_the_whole_model_in_blocks_of_any_size(
-    max_logits_mib: int, temperature: float
-) -> None:
+def test_packed_scores_are_those_of_each_sample_alone(temperature: float) -> None:
     model = tiny_model()
-    ids_BT = torch.randint(11, (3, 5), generator=torch.Generator().manual_seed(0))
-    positions_N, targets_N = torch.tensor([0, 3, 7, 12]), torch.tensor([1, 10, 0, 4])
-    logits_NV = model(input_ids=ids_BT).logits.flatten(0, 1)[positions_N] / temperature
-    expected_NV = logits_NV.log_softmax(-1)
-    scorer = TokenScorer(model, temperature=temperature, max_logits_mib=max_logits_mib)
-    found = scorer(ids_BT, positions_N, targets_N, entropy="gradient", square_sums=True)
-    expected = (expected_NV[torch.arange(4), targets_N], -(expected_NV.exp() * expected_NV).sum(-1))
+    samples = [trajectory([1, 2], [3, 0]), trajectory([4], [5, 6, 7]), trajectory([1], [2] * 6)]
+    micro = micro_batch(collate(samples), torch.tensor([2, 0, 1]), device=CPU)
+    found = Policy(model, temperature=temperature)(micro.tokens, entropy="gradient", square_sums=True)
+    expected_NV = torch.cat([alone(model, samples[row], temperature) for row in (2, 0, 1)])
+    logprobs_N = expected_NV.gather(1, micro.tokens.targets_N[:, None])[:, 0]
+    entropy_N = -(expected_NV.exp() * expected_NV).sum(-1)
     assert found.entropy_N is not None and found.square_sums_N is not None
-    torch.testing.assert_close(found.logprobs_N, expected[0])
+    torch.testing.assert_close(found.logprobs_N, logprobs_N)
+    torch.testing.assert_close(found.entropy_N, entropy_N)
     torch.testing.assert_close(found.square_sums_N, expected_NV.exp().square().sum(-1))
-    assert not found.square_sums_N.requires_grad
-    torch.testing.assert_close(found.entropy_N, expected[1])
     weight = next(model.parameters())
     (ours,) = torch.autograd.grad(found.logprobs_N.sum() + found.entropy_N.sum(), weight)
-    (theirs,) = torch.autograd.grad(expected[0].sum() + expected[1].sum(), weight)
+    (theirs,) = torch.autograd.grad(logprobs_N.sum() + entropy_N.sum(), weight)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def alone(model: nn.Module, sample: Trajectory, temperature: float) -> torch.Tensor:
+    """Log-softmax at every response token, [n, V], of one sample in a forward of its own."""
+    ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64))
+    logits = model(input_ids=ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1)
 
 
 class Capped(nn.Module):
@@ -121,19 +146,10 @@ class Capped(nn.Module):
 
 
 def test_a_model_that_caps_its_logits_is_run_whole() -> None:
-    model = Capped(tiny_model())
-    ids_BT = torch.tensor([[1, 2, 3]])
-    found = TokenScorer(model)(ids_BT, torch.tensor([1]), torch.tensor([3]))
-    assert found.logprobs_N.item() == pytest.approx(model(input_ids=ids_BT).logits[0, 1].log_softmax(-1)[3].item())
-
-
-def test_detached_entropy_has_no_gradient_and_none_is_none() -> None:
-    scorer = TokenScorer(tiny_model())
-    arguments = torch.tensor([[1, 2, 3]]), torch.tensor([1]), torch.tensor([3])
-    entropy_N = scorer(*arguments, entropy="detached").entropy_N
-    assert entropy_N is not None and not entropy_N.requires_grad
-    assert scorer(*arguments).entropy_N is None
-    assert scorer(*arguments).square_sums_N is None
+    model, sample = Capped(tiny_model()), trajectory([1, 2], [3])
+    found = Policy(model)(micro_batch(collate([sample]), torch.tensor([0]), device=CPU).tokens)
+    assert found.logprobs_N.item() == pytest.approx(alone(model, sample, 1.0)[0, 3].item())
+    assert found.entropy_N is None and found.square_sums_N is None
 
 
 @pytest.mark.parametrize("max_tokens", [1, 9, 1000])

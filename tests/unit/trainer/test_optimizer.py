@@ -35,7 +35,7 @@ def test_gradients_are_clipped_to_the_norm_and_the_norm_before_is_told() -> None
     seen = []
     optimizer = build_optimizer(model, OptimizerConfig(lr=0.1))
     optimizer.register_step_pre_hook(lambda *_: seen.append(model.weight.grad.clone()))  # type: ignore[union-attr]
-    assert update(optimizer, torch.tensor(0.0), lr=0.1, max_grad_norm=1.0) == (5.0, True)
+    assert update(optimizer, 0.0, lr=0.1, max_grad_norm=1.0) == (5.0, True)
     torch.testing.assert_close(seen[0], torch.tensor([[0.6, 0.8]]))
     assert model.weight.grad is None
 
@@ -46,5 +46,5 @@ def test_an_update_that_is_not_finite_is_left_out(gradient: float, loss: float) 
     before = model.weight.detach().clone()
     model.weight.grad = torch.tensor([[gradient]])
     optimizer = build_optimizer(model, OptimizerConfig())
-    assert update(optimizer, torch.tensor(loss), lr=0.1, max_grad_norm=1.0)[1] is False
+    assert update(optimizer, loss, lr=0.1, max_grad_norm=1.0)[1] is False
     assert torch.equal(model.weight, before) and not optimizer.state and model.weight.grad is None

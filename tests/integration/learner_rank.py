@@ -1,0 +1,92 @@
+"""One rank of a learner, started by torchrun; told by one JSON argument. Rank 0 writes metrics and whole weights."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from trainer.batch import Trajectory
+from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.parallel.start import seat, start
+from trainer.step import Learner
+
+VOCABULARY = 17
+
+
+def trajectories(seed: int, *, samples: int) -> list[Trajectory]:
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(1, 9, samples)
+    return [
+        Trajectory(
+            sample=f"s{index}",
+            group=index // 2,
+            prompt_ids=draw.integers(0, VOCABULARY, draw.integers(1, 9)).astype(np.int32),
+            response_ids=draw.integers(0, VOCABULARY, length).astype(np.int32),
+            behaviour_logprobs=-3.5 * draw.random(length).astype(np.float32),
+            loss_mask=(draw.random(length) < 0.8).astype(np.uint8),
+            reward=float(draw.random()),
+            reference_logprobs=-3.5 * draw.random(length).astype(np.float32),
+            spans=((0, int(length)),),
+            stop_reason="stop",
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            initializer_range=0.4,
+            tie_word_embeddings=True,
+        )
+    )
+    config = TrainerConfig(
+        model="tiny",
+        device="cpu",
+        max_tokens_per_microbatch=32,
+        gradient_checkpointing=True,
+        recomputed_share=0.5,
+        parallel=ParallelConfig(replicas=spec.get("replicas", 1), deadline_seconds=60),
+        algorithm=AlgorithmConfig(
+            minibatches=2, kl_use="loss", kl_coef=0.1, entropy_coef=0.01, skip_zero_advantage=True
+        ),
+        optimizer=OptimizerConfig(lr=3e-4),
+    )
+    ranks = start(seat(), config, device=torch.device("cpu"))
+    learner = Learner(model, config, ranks)
+    told = [
+        learner.train(trajectories(step, samples=samples), step=step, policy_version=step)
+        for step, samples in enumerate((16, 15, 2, 6))
+    ]
+    whole = {
+        name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+        for name, parameter in model.named_parameters()
+    }
+    if ranks.leads:
+        folder = Path(spec["folder"])
+        (folder / "metrics.json").write_text(json.dumps(told))
+        save_file(whole, folder / "weights.safetensors")
+    if ranks.size > 1:
+        dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""A trainer of several ranks against one of one: real processes under torchrun, real collectives."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+RANK_CODE = Path(__file__).with_name("learner_rank.py")
+
+
+def run_ranks(folder: Path, size: int, **spec: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Metrics of each step, and the whole weights, of a learner on `size` ranks."""
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    command += [str(RANK_CODE), json.dumps({"folder": str(folder), **spec})]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RANK_CODE.parents[2])}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "metrics.json").read_text()), load_file(folder / "weights.safetensors")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    return run_ranks(tmp_path_factory.mktemp("alone") / "one", 1)
+
+
+@pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 2)])
+def test_several_ranks_train_as_one_does(
+    tmp_path: Path, alone: tuple[list[dict[str, float]], dict[str, torch.Tensor]], size: int, replicas: int
+) -> None:
+    metrics, weights = run_ranks(tmp_path / "many", size, replicas=replicas)
+    assert len(metrics) == len(alone[0]) == 4
+    for ours, theirs in zip(metrics, alone[0], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    for name, tensor in alone[1].items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6)

@@ -1,0 +1,24 @@
+"""The repeated layers of a transformer: what is recomputed, compiled and sharded one by one."""
+
+import torch
+from torch import nn
+
+
+def repeated_layers(model: nn.Module) -> list[nn.Module]:
+    """The blocks that transformers says must stay whole, in the model's order."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def recompute_layers(model: nn.Module, *, share: float) -> None:
+    """Activations of this share of the layers, evenly spread, are computed again in backward instead of kept."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    able = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    for at, layer in enumerate(one for one in able if one in set(repeated_layers(model))):
+        layer.gradient_checkpointing = int((at + 1) * share) > int(at * share)  # type: ignore[assignment]
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Each layer's forward runs compiled. Hooks around it, of FSDP2 and of recomputation, stay as they are."""
+    for layer in repeated_layers(model):
+        layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
