@@ -27,7 +27,9 @@ AT = st.integers(0, 1000)
 """Which one of a list that is only known when the rule runs."""
 
 
-def made_trajectory(key: Key, *, lease_id: int = 1, version: int = 0, spans: int = 1) -> protos.Trajectory:
+def made_trajectory(
+    key: Key, *, lease_id: int = 1, version: int = 0, spans: int = 1, baseline: bool = False
+) -> protos.Trajectory:
     """A generated sample of two tokens a span, the first span by `version`."""
     num_tokens = 2 * spans
     return protos.Trajectory(
@@ -40,6 +42,7 @@ def made_trajectory(key: Key, *, lease_id: int = 1, version: int = 0, spans: int
         spans=[protos.VersionSpan(policy_version=version + span, num_tokens=2) for span in range(spans)],
         response_text="a\x00b",
         server="rollout-0",
+        baseline=baseline,
     )
 
 
@@ -58,6 +61,9 @@ class LifeOfSamples(RuleBasedStateMachine):
         """Steps whose version was pushed: their samples have made room for others."""
         self.lease_id = 0
         self.refused = 0
+        self.use_reference = False
+        self.num_drawn = GROUP_SIZE
+        """Samples of a group beside its baseline."""
 
     def make_journal(self) -> Journal:
         raise AssertionError("a subclass says where the changes are told")
@@ -65,13 +71,20 @@ class LifeOfSamples(RuleBasedStateMachine):
     def recorded_after(self, step: int) -> list[Batch]:
         return [batch for number, batch in sorted(self.history.items()) if number > step]
 
-    @initialize(use_reference=st.booleans())
-    def open(self, use_reference: bool) -> None:
+    @initialize(use_reference=st.booleans(), with_baseline=st.booleans())
+    def open(self, use_reference: bool, with_baseline: bool) -> None:
         self.use_reference = use_reference
+        self.num_drawn = GROUP_SIZE - with_baseline
         self.book = self.make_book(self.make_journal())
 
     def make_book(self, journal: Journal) -> Book:
-        return Book(group_size=GROUP_SIZE, use_reference=self.use_reference, max_attempts=3, journal=journal)
+        return Book(
+            group_size=self.num_drawn,
+            with_baseline=self.num_drawn < GROUP_SIZE,
+            use_reference=self.use_reference,
+            max_attempts=3,
+            journal=journal,
+        )
 
     # Forward.
 
@@ -136,9 +149,7 @@ class LifeOfSamples(RuleBasedStateMachine):
         self.settle(sample)
 
     def settle(self, sample: Sample) -> None:
-        trajectory = sample.trajectory
-        assert trajectory is not None
-        if self.place[sample.key] == "scored" and (not self.use_reference or trajectory.HasField("reference_logprobs")):
+        if self.place[sample.key] == "scored" and (not self.use_reference or sample not in self.unreferred()):
             self.place[sample.key] = "referenced"
 
     @precondition(lambda self: self.book.groups)
@@ -153,7 +164,7 @@ class LifeOfSamples(RuleBasedStateMachine):
                 self.lease(spot)
             if sample.state is State.LEASED:
                 self.generate(self.at("leased").index(sample.key), 1, age)
-            if sample in self.unreferred() and self.use_reference:
+            if self.use_reference and sample in self.unreferred():
                 self.refer(self.unreferred().index(sample))
             if sample.state is State.GENERATED:
                 self.score(self.at("generated").index(sample.key), 1.0)
@@ -316,8 +327,10 @@ class LifeOfSamples(RuleBasedStateMachine):
         return sample
 
     def unreferred(self) -> list[Sample]:
+        """Generated samples without reference logprobs; a baseline needs none."""
         found = [self.pick(at, "generated", "scored") for at in range(len(self.at("generated", "scored")))]
-        return [s for s in found if s.trajectory is not None and not s.trajectory.HasField("reference_logprobs")]
+        drawn = [sample for sample in found if sample.index < self.num_drawn]
+        return [s for s in drawn if s.trajectory is not None and not s.trajectory.HasField("reference_logprobs")]
 
     def keys_of(self, step: int) -> list[Key]:
         return [key for key, number in self.batched_in.items() if number == step]

@@ -196,7 +196,6 @@ def test_a_push_of_an_older_version_takes_nothing_back() -> None:
 
 def test_a_quarantined_sample_makes_no_room_for_a_group_of_the_next_step() -> None:
     life = AnyOrder()
-    life.use_reference = False
     life.book = life.make_book(Silence())
     while life.may_accept():
         life.accept()

@@ -33,7 +33,11 @@ def told(batches: dict[int, Batch]) -> list[tuple[int, list[tuple[int, int]], li
 def standing(book: Book) -> dict[str, object]:
     """All of a book that must outlive its process; a lease does not."""
     places = {
-        sample.key: (State.PENDING if sample.state is State.LEASED else sample.state, sample.oldest_version)
+        sample.key: (
+            State.PENDING if sample.state is State.LEASED else sample.state,
+            sample.oldest_version,
+            sample.baseline,
+        )
         for group in book.groups.values()
         for sample in group.samples
     }
