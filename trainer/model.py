@@ -11,6 +11,8 @@ from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from trainer.attention import check_packable
+
 TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -31,7 +33,7 @@ def load_model(path: str, *, dtype: str, attn_implementation: str, device: str) 
     """The causal language model in the folder `path`, on its device, without dropout.
 
     Weights come from safetensors only and code from the installed transformers only. Raises ValueError when the folder
-    has no config.json, OSError when transformers finds no weights.
+    has no config.json or the model cannot be packed, OSError when transformers finds no weights.
     """
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         model_folder(path),
@@ -41,6 +43,7 @@ def load_model(path: str, *, dtype: str, attn_implementation: str, device: str) 
         use_safetensors=True,
         local_files_only=True,
     )
+    check_packable(model)
     without_dropout(model)
     return model.to(pick_device(device))
 
