@@ -15,6 +15,7 @@ from typing import Any
 
 from services.config import Config
 from trainer import config as trainer
+from trainer.kl_config import KL_ESTIMATORS
 
 PAGE = Path(__file__).resolve().parent / "configuration.md"
 INTRO = """# Configuration
@@ -35,7 +36,7 @@ CHOICES = {
     "adv_estimator": trainer.ADVANTAGE_ESTIMATORS,
     "loss": trainer.POLICY_LOSSES,
     "loss_aggregation": trainer.AGGREGATIONS,
-    "kl_estimator": trainer.KL_ESTIMATORS,
+    "kl_estimator": KL_ESTIMATORS,
     "attn_implementation": trainer.ATTENTION_IMPLEMENTATIONS,
 }
 Schema = dict[str, Any]

@@ -10,6 +10,8 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, FiniteFloat, ValidationInfo, model_validator
 
 from trainer.correction_config import CorrectionConfig
+from trainer.guards_config import GuardsConfig
+from trainer.kl_config import KlSettings
 from trainer.plugins import Kind, check
 from trainer.section import Section, one_of
 
@@ -34,8 +36,6 @@ ESTIMATOR = Kind(noun="advantage estimator", group="offbeat.advantages", known=A
 LOSS = Kind(noun="policy loss", group="offbeat.losses", known=POLICY_LOSSES)
 CHECKED = {"checked": True}
 """Validation context of a config that was checked at the start of the run: a user's files may be on another machine."""
-KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
-KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 OffloadMode = Literal["none", "optimizer", "all"]
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -44,14 +44,6 @@ ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attent
 def _found(kind: Kind) -> Callable[[str, ValidationInfo], str]:
     """A check that the name is built in, installed, or a file with that function."""
     return lambda value, info: value if info.context == CHECKED else check(value, kind)
-
-
-def _kl_estimator(value: str) -> str:
-    """The name here for other names of an estimator; the one that needs whole distributions is refused."""
-    if value == "full":
-        raise ValueError("kl_estimator='full' needs whole distributions; the reference gives sampled tokens' logprobs")
-    base, plus = value.removesuffix("+"), value[len(value.removesuffix("+")) :]
-    return one_of("KL estimator", KL_ESTIMATORS)(KL_ALIASES.get(base, base) + plus)
 
 
 class OverlongConfig(Section):
@@ -70,7 +62,7 @@ class OverlongConfig(Section):
         return self
 
 
-class AlgorithmConfig(Section):
+class AlgorithmConfig(KlSettings):
     """Which estimator, which loss, and their numbers."""
 
     adv_estimator: Annotated[str, AfterValidator(_found(ESTIMATOR))] = Field(
@@ -147,22 +139,6 @@ class AlgorithmConfig(Section):
         gt=0,
         description="divisor of seq-mean-token-sum-norm, in tokens; null: widest response of the batch",
     )
-    kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the reference policy")
-    kl_use: Literal["none", "loss", "reward"] = Field(
-        default="none", description="where the KL goes: nowhere, a loss term, or subtracted from token rewards"
-    )
-    kl_estimator: Annotated[str, AfterValidator(_kl_estimator)] = Field(
-        default="k3",
-        description="per-token KL estimator; + takes the gradient of k2; kl, mse and low_var_kl are k1, k2 and k3",
-    )
-    kl_target: float | None = Field(
-        default=None,
-        gt=0,
-        description="kl_use=reward: kl_coef moves until the KL is this, in nats per token; null: kl_coef stays",
-    )
-    kl_horizon: int = Field(
-        default=10000, ge=1, description="kl_target: samples after which kl_coef has changed by up to 20 %"
-    )
     entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
     importance_cap: float | None = Field(
         default=2.0, gt=0, description="upper bound of the proximal/behaviour weight (TIS); null: not truncated"
@@ -195,7 +171,7 @@ class AlgorithmConfig(Section):
                 "gdpo_weights are the parts of the reward that adv_estimator='gdpo' norms by themselves, e.g."
                 " {gsm8k: 1, format: 0.5}: set both or neither"
             )
-        if self.adv_estimator == "gdpo" and self.kl_use == "reward":
+        if self.adv_estimator == "gdpo" and self.kl_in_reward:
             raise ValueError("adv_estimator='gdpo' looks at the parts of the reward only: set kl_use='loss'")
         user_written = self.adv_estimator not in ADVANTAGE_ESTIMATORS
         if self.gamma != 1 and self.adv_estimator != "reinforce_plus_plus" and not user_written:
@@ -216,18 +192,6 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
-        if self.kl_use != "none" and self.kl_coef == 0:
-            raise ValueError(f"kl_use={self.kl_use!r} does nothing with kl_coef=0: set kl_coef > 0 or kl_use='none'")
-        if self.kl_use == "none" and self.kl_coef > 0:
-            raise ValueError(
-                f"kl_coef={self.kl_coef} does nothing with kl_use='none': set kl_use to 'loss' or 'reward'"
-            )
-        if self.kl_target is not None and self.kl_use != "reward":
-            raise ValueError("kl_target leads the KL in the reward: set kl_use='reward'")
-        if self.kl_use == "reward" and self.kl_estimator.endswith("+"):
-            raise ValueError(
-                f"kl_estimator={self.kl_estimator!r} changes a gradient, and a reward has none: drop the +"
-            )
         if self.loss == "decoupled" and self.old_logprobs == "behaviour":
             raise ValueError("loss='decoupled' keeps proximal and behaviour apart: set old_logprobs='proximal'")
         if self.correction.on and self.old_logprobs == "behaviour" and self.loss != "bypass":
@@ -334,3 +298,4 @@ class TrainerConfig(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="estimator, loss and their numbers")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and pruning")
+    guards: GuardsConfig = Field(default_factory=GuardsConfig, description="skipped updates and alarms")

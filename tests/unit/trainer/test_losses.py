@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.config import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
+from trainer.config import AGGREGATIONS, POLICY_LOSSES
 from trainer.corrections import effective_sample_share, truncated_weights
+from trainer.kl_config import KL_ESTIMATORS
 from trainer.losses import LOSSES, Denominators, LossInputs, LossOptions
 from trainer.losses.aggregate import aggregate
 from trainer.losses.kl import kl_penalty

@@ -29,6 +29,14 @@ from trainer.config import AlgorithmConfig, CheckpointConfig, OptimizerConfig, T
         ({"old_logprobs": "behaviour"}, "set old_logprobs='proximal'"),
         ({"loss_scale_factor": 8}, "seq-mean-token-sum-norm"),
         ({"kl_target": 0.1}, "set kl_use='reward'"),
+        (
+            {"kl_use": "both", "kl_coef": 0.1, "kl_loss_coef": 0.1},
+            "twice, by its reward and by its loss.*kl_twice=true",
+        ),
+        ({"kl_use": "both", "kl_coef": 0.1, "kl_twice": True}, "has two weights: set kl_coef"),
+        ({"kl_use": "both", "kl_twice": True, "kl_loss_coef": 0.1}, "does nothing with kl_coef=0"),
+        ({"kl_use": "loss", "kl_coef": 0.1, "kl_twice": True}, "do nothing without kl_use='both'"),
+        ({"kl_use": "loss", "kl_coef": 0.1, "kl_loss_coef": 0.1}, "do nothing without kl_use='both'"),
         ({"kl_estimator": "full"}, "needs whole distributions"),
         ({"kl_estimator": "k4"}, "unknown KL estimator 'k4'; existing: k1, k2"),
         ({"loss": "bypass", "old_logprobs": "proximal"}, "set old_logprobs='behaviour'"),
@@ -44,6 +52,20 @@ from trainer.config import AlgorithmConfig, CheckpointConfig, OptimizerConfig, T
 def test_an_algorithm_that_does_not_hold_together_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         AlgorithmConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (False, False, 0.0)),
+        ({"kl_use": "loss", "kl_coef": 0.2}, (False, True, 0.2)),
+        ({"kl_use": "reward", "kl_coef": 0.2}, (True, False, 0.0)),
+        ({"kl_use": "both", "kl_twice": True, "kl_coef": 0.2, "kl_loss_coef": 0.1}, (True, True, 0.1)),
+    ],
+)
+def test_where_the_kl_goes_and_with_which_weight(fields: dict[str, Any], expected: tuple[bool, bool, float]) -> None:
+    found = AlgorithmConfig(**fields)
+    assert (found.kl_in_reward, found.kl_in_loss, found.kl_loss_weight) == expected
 
 
 def test_bypass_implies_the_behaviour_policy_and_survives_a_round_trip() -> None:
