@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protos.arrays import NUMPY_DTYPES
-from protos.generated.weights_pb2 import Manifest, TensorSpec
+from protos.generated.weights_pb2 import LowRankUpdate, Manifest, TensorSpec
 
 ALIGNMENT_BYTES = 16
 ODD = 0x9E3779B97F4A7C15
@@ -38,11 +38,30 @@ class Bucket:
     num_bytes: int
 
 
-def make_manifest(tensors: Iterable[TensorSpec], *, bucket_bytes: int) -> Manifest:
+def make_manifest(
+    tensors: Iterable[TensorSpec], *, bucket_bytes: int, low_rank: Iterable[LowRankUpdate] = ()
+) -> Manifest:
     """Describe a model; the hash names the description so that it is sent once."""
-    manifest = Manifest(tensors=tensors, bucket_bytes=bucket_bytes)
+    manifest = Manifest(tensors=tensors, bucket_bytes=bucket_bytes, low_rank=low_rank)
     manifest.hash = hashlib.sha256(manifest.SerializeToString(deterministic=True)).hexdigest()
     return manifest
+
+
+def weights_of(manifest: Manifest) -> list[TensorSpec]:
+    """The weights that a version of this description changes; ValueError where the factors of one do not fit."""
+    if not manifest.low_rank:
+        return list(manifest.tensors)
+    shapes = {spec.name: tuple(spec.shape) for spec in manifest.tensors}
+    return [
+        TensorSpec(name=one.name, dtype=one.dtype, shape=_product_shape(one.name, shapes.get(one.a), shapes.get(one.b)))
+        for one in manifest.low_rank
+    ]
+
+
+def _product_shape(name: str, a: tuple[int, ...] | None, b: tuple[int, ...] | None) -> tuple[int, int]:
+    if a is None or b is None or len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+        raise ValueError(f"{name}: factors {a} and {b} are not [rank, in] and [out, rank]")
+    return b[0], a[1]
 
 
 def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:

@@ -24,6 +24,8 @@ from protos.ipc import open_shared
 from protos.meeting import address_towards, join_store
 from protos.tensors import checksums, make_buffers, named_views, view
 from rollout.engine import TransferFailed
+from rollout.merged import Merged
+from rollout.start_weights import StartWeights
 
 logger = logging.getLogger(__name__)
 JOIN_SECONDS = 2.0
@@ -61,10 +63,15 @@ class Incoming:
 
 
 class Receiver:
-    """Staging memory on `device`, the plan of the last manifest, and the group of the current membership."""
+    """Staging memory on `device`, the plan of the last manifest, and the group of the current membership.
 
-    def __init__(self, device: torch.device) -> None:
+    start: what pushes of an adapter are added to; None: they are refused.
+    """
+
+    def __init__(self, device: torch.device, *, start: StartWeights | None = None) -> None:
         self.device = device
+        self._start = start
+        self._merged: Merged | None = None
         self._manifest_hash = ""
         self._plan: tuple[Bucket, ...] = ()
         self._buffers: list[Tensor] = []
@@ -74,18 +81,24 @@ class Receiver:
         self._mapped: tuple[bytes, list[Tensor]] = (b"", [])
 
     def open(self, request: BeginPushRequest, *, rank_offset: int = 0) -> None:
-        """Begin to receive; the manifest comes whole. A push that is still open is dropped."""
+        """Begin to receive; the manifest comes whole. A push that is still open is dropped.
+
+        ValueError where an adapter comes and there is nothing that it could be added to.
+        """
         if self._incoming is not None:
             self.drop()
         self._stage(request.manifest)
-        buffers, plan = self._buffers, self._plan
+        buffers, plan, merged = self._buffers, self._plan, self._merged
         deadline = time.monotonic() + request.deadline_seconds
 
         def receive() -> list[int]:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # of this thread
             self._fill(request, plan, buffers, rank_offset=rank_offset)
-            return checksums(buffers)
+            found = checksums(buffers)
+            if merged is not None:
+                merged.make(dict(named_views(plan, buffers)))
+            return found
 
         self._incoming = Incoming(request.policy_version, receive, deadline=deadline)
 
@@ -100,8 +113,11 @@ class Receiver:
         verify(self._sums(incoming, seconds=max(incoming.deadline - time.monotonic(), 0.0)), expected)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Views into staging memory: (name, tensor) in the order of the manifest; the same memory push after push."""
-        return named_views(self._plan, self._buffers)
+        """New weights in staging memory: (name, tensor) in the order of the manifest; the same memory push after push.
+
+        Of an adapter the sums, and what else the model needs to be loaded.
+        """
+        return named_views(self._plan, self._buffers) if self._merged is None else self._merged.tensors()
 
     def taken(self) -> None:
         """The engine has the version; staging memory is kept for the next one."""
@@ -110,7 +126,9 @@ class Receiver:
     def release(self) -> None:
         """Give staging memory back, unless a push is open; the next push takes new."""
         if self._incoming is None:
-            self._manifest_hash, self._buffers = "", []
+            self._manifest_hash, self._buffers, self._merged = "", [], None
+            if self._start is not None:
+                self._start.release()
 
     def drop(self) -> None:
         """Forget what was under way, and the group, which is in an unknown state. Unknown, too, is what writes later
@@ -122,7 +140,7 @@ class Receiver:
             if self.device != CPU:  # its memory is wanted back
                 self._incoming.thread.join(JOIN_SECONDS)
         self._group_id, self._group, self._incoming = "", None, None
-        self._manifest_hash, self._buffers = "", []
+        self._manifest_hash, self._buffers, self._merged = "", [], None
 
     def _open_push(self) -> Incoming:
         if self._incoming is None:
@@ -138,11 +156,19 @@ class Receiver:
 
     def _stage(self, manifest: Manifest) -> None:
         if manifest.hash != self._manifest_hash:
+            self._merged = self._merged_of(manifest)
             self._plan = plan_buckets(manifest)
             self._buffers = make_buffers(self._plan, device=self.device)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # or the zeros could still come after what another stream receives
             self._manifest_hash = manifest.hash
+
+    def _merged_of(self, manifest: Manifest) -> Merged | None:
+        if not manifest.low_rank:
+            return None
+        if self._start is None:
+            raise ValueError("an adapter cannot be taken: the engine does not say where its start model lies")
+        return Merged(manifest, self._start, self.device)
 
     # How the bytes come.
 

@@ -63,8 +63,9 @@ class TrainerService(Worker, protos.TrainerServicer):
 
         from services.reach import reach_of_device
         from trainer.checkpoint import CheckpointStore, restore
+        from trainer.lora import attach_adapter
+        from trainer.lora_push import outgoing_of
         from trainer.model import bound_memory, load_model, model_fingerprint, prepare_process
-        from trainer.outgoing import Outgoing
         from trainer.step import Learner
 
         config = self.config.trainer
@@ -73,6 +74,8 @@ class TrainerService(Worker, protos.TrainerServicer):
         model = load_model(
             config.model, dtype=config.dtype, attn_implementation=config.attn_implementation, device=config.device
         )
+        if config.lora is not None:
+            attach_adapter(model, config.lora, base_model=config.model)
         self.identity.model_hash = model_fingerprint(config.model)
         self.learner = Learner(model, config)
         self.store = CheckpointStore(self.folder / "checkpoints", config.checkpoint, incarnation=os.getpid())
@@ -83,8 +86,9 @@ class TrainerService(Worker, protos.TrainerServicer):
             self.policy_version = self._computed_step = restore(found, self.learner).policy_version
             logger.info("resumed", extra={"facts": {"step": self.policy_version, "path": found}})
         push = self.config.push
-        self.outgoing = Outgoing(
-            model.named_parameters(),
+        self.outgoing = outgoing_of(
+            model,
+            config.lora,
             bucket_bytes=int(push.bucket_mib * 2**20),
             dtype=None if push.dtype == "auto" else getattr(torch, push.dtype),
             streamed=push.memory == "streamed",

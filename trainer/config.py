@@ -13,6 +13,7 @@ from trainer.correction_config import CorrectionConfig
 from trainer.guards_config import GuardsConfig
 from trainer.kl_config import KlSettings
 from trainer.plugins import Kind, check
+from trainer.lora_config import LoraConfig
 from trainer.section import Section, one_of
 
 ADVANTAGE_ESTIMATORS = (
@@ -295,6 +296,7 @@ class TrainerConfig(Section):
     )
     threads: int = Field(default=0, ge=0, description="CPU threads of torch; 0: as torch finds it")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of torch, numpy and python at start")
+    lora: LoraConfig | None = Field(default=None, description="train low-rank adapters only; null: every weight")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="estimator, loss and their numbers")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and pruning")

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from protos.buckets import ALIGNMENT_BYTES, Bucket
 from protos.tensors import view
+from trainer.merging import LowRank, Weight
 
 # The older name is deprecated from torch 2.13 on, the newer one is missing before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,7 +29,7 @@ class Fill:
     """Fills one bucket: in `place`, or where that is None in memory that is taken for the time."""
 
     def __init__(
-        self, bucket: Bucket, tensors: Sequence[Tensor], place: Tensor | None, *, device: torch.device
+        self, bucket: Bucket, tensors: Sequence[Weight], place: Tensor | None, *, device: torch.device
     ) -> None:
         self._device = device
         self._bucket = bucket
@@ -60,15 +61,17 @@ def gaps(bucket: Bucket) -> Iterator[slice]:
             yield slice(slot.offset + slot.num_bytes, end)
 
 
-def gather_into(places: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy whole parameters into `places` of the same shapes, cast to their dtypes.
+def gather_into(places: Sequence[Tensor], tensors: Sequence[Weight]) -> None:
+    """Copy whole parameters into `places` of the same shapes, cast to their dtypes; sums are made there.
 
     Even shards of one mesh travel in one collective, in the dtype of their places; others one by one.
     """
     whole: list[tuple[Tensor, Tensor]] = []
     together: dict[DeviceMesh, list[tuple[Tensor, DTensor]]] = {}
     for place, tensor in zip(places, tensors, strict=True):
-        if not isinstance(tensor, DTensor):
+        if isinstance(tensor, LowRank):
+            tensor.into(place)
+        elif not isinstance(tensor, DTensor):
             whole.append((place, tensor))
         elif is_even(tensor):
             together.setdefault(tensor.device_mesh, []).append((place, tensor))

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from protos import Manifest, SharedBuffer, TensorSpec
+from protos import LowRankUpdate, Manifest, SharedBuffer, TensorSpec
 from protos.buckets import ALIGNMENT_BYTES, Bucket, make_manifest, plan_buckets, weights_hash
 from protos.groups import RING
 from protos.ipc import share
 from protos.tensors import WIRE_DTYPES, checksum_of, fetch, make_buffers, named_views
 from trainer.gather import Fill, GatherFailed
+from trainer.merging import Weight, is_sharded
 
 CPU = torch.device("cpu")
 EARLIER_SECONDS = 10.0
@@ -31,15 +31,17 @@ class Outgoing:
     A snapshot is filled by `pack` and may be sent until the next `pack`, while the parameters change. Streamed buckets
     are filled while they are sent, so the parameters must hold still, and the checksums are known at the end only.
     dtype: what floating point parameters are sent as; None sends them as they are.
+    low_rank: what a receiver makes of the parameters, where they are factors of its weights.
     """
 
     def __init__(
         self,
-        parameters: Iterable[tuple[str, Tensor]],
+        parameters: Iterable[tuple[str, Weight]],
         *,
         bucket_bytes: int,
         dtype: torch.dtype | None = None,
         streamed: bool = False,
+        low_rank: Iterable[LowRankUpdate] = (),
     ) -> None:
         tensors = dict(parameters)
         specs = [
@@ -48,9 +50,9 @@ class Outgoing:
         ]
         self.streamed = streamed
         self.device = next(iter(tensors.values())).device
-        self.manifest: Manifest = make_manifest(specs, bucket_bytes=bucket_bytes)
+        self.manifest: Manifest = make_manifest(specs, bucket_bytes=bucket_bytes, low_rank=low_rank)
         self.plan = plan_buckets(self.manifest)
-        self._sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+        self._sharded = any(is_sharded(tensor) for tensor in tensors.values())
         self._leads = not self._sharded or dist.get_rank() == 0
         self.buffers: list[Tensor] = [] if streamed or not self._leads else make_buffers(self.plan, device=self.device)
         places = self.buffers or ring(self.plan, bucket_bytes=bucket_bytes, device=self.device)

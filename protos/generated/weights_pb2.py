@@ -25,35 +25,37 @@ _sym_db = _symbol_database.Default()
 from protos.generated import trajectory_pb2 as trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rweights.proto\x12\noffbeat.v1\x1a\x10trajectory.proto\"K\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x05\x64type\x18\x02 \x01(\x0e\x32\x11.offbeat.v1.DType\x12\r\n\x05shape\x18\x03 \x03(\r\"W\n\x08Manifest\x12\'\n\x07tensors\x18\x01 \x03(\x0b\x32\x16.offbeat.v1.TensorSpec\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04hash\x18\x03 \x01(\t\"k\n\nRendezvous\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\r\n\x05nonce\x18\x06 \x01(\t\"\x9a\x01\n\x0cSharedBuffer\x12\x0b\n\x03gpu\x18\x01 \x01(\t\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0f\n\x07\x63ounter\x18\x05 \x01(\x0c\x12\x16\n\x0e\x63ounter_offset\x18\x06 \x01(\x04\x12\r\n\x05\x65vent\x18\x07 \x01(\x0c\x12\x12\n\nevent_sync\x18\x08 \x01(\x08\"\x8f\x02\n\x10\x42\x65ginPushRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12&\n\x08manifest\x18\x03 \x01(\x0b\x32\x14.offbeat.v1.Manifest\x12(\n\ttransport\x18\x04 \x01(\x0e\x32\x15.offbeat.v1.Transport\x12*\n\nrendezvous\x18\x05 \x01(\x0b\x32\x16.offbeat.v1.Rendezvous\x12\x0c\n\x04path\x18\x06 \x01(\t\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x07 \x01(\x02\x12(\n\x06shared\x18\x08 \x03(\x0b\x32\x18.offbeat.v1.SharedBuffer\"*\n\x0e\x42\x65ginPushReply\x12\x18\n\x10manifest_unknown\x18\x01 \x01(\x08\"\x80\x01\n\x11\x43ommitPushRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x11\n\tchecksums\x18\x03 \x03(\x04\x12+\n\x0bupdate_mode\x18\x04 \x01(\x0e\x32\x16.offbeat.v1.UpdateMode\"A\n\x0f\x43ommitPushReply\x12\x18\n\x10transfer_seconds\x18\x01 \x01(\x02\x12\x14\n\x0cswap_seconds\x18\x02 \x01(\x02\"O\n\x10\x41\x62ortPushRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"!\n\x0e\x41\x62ortPushReply\x12\x0f\n\x07serving\x18\x01 \x01(\x08*u\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x12\n\x0eTRANSPORT_GLOO\x10\x01\x12\x12\n\x0eTRANSPORT_NCCL\x10\x02\x12\x11\n\rTRANSPORT_IPC\x10\x03\x12\x12\n\x0eTRANSPORT_DISK\x10\x04*s\n\nUpdateMode\x12\x1b\n\x17UPDATE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10UPDATE_MODE_KEEP\x10\x01\x12\x19\n\x15UPDATE_MODE_RECOMPUTE\x10\x02\x12\x17\n\x13UPDATE_MODE_RESTART\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rweights.proto\x12\noffbeat.v1\x1a\x10trajectory.proto\"K\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x05\x64type\x18\x02 \x01(\x0e\x32\x11.offbeat.v1.DType\x12\r\n\x05shape\x18\x03 \x03(\r\"\xa4\x01\n\rLowRankUpdate\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\t\n\x01\x61\x18\x02 \x01(\t\x12\t\n\x01\x62\x18\x03 \x01(\t\x12\x0f\n\x07scaling\x18\x04 \x01(\x01\x12 \n\x05\x64type\x18\x05 \x01(\x0e\x32\x11.offbeat.v1.DType\x12%\n\nbase_dtype\x18\x06 \x01(\x0e\x32\x11.offbeat.v1.DType\x12\x15\n\rbase_checksum\x18\x07 \x01(\x04\"\x84\x01\n\x08Manifest\x12\'\n\x07tensors\x18\x01 \x03(\x0b\x32\x16.offbeat.v1.TensorSpec\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04hash\x18\x03 \x01(\t\x12+\n\x08low_rank\x18\x04 \x03(\x0b\x32\x19.offbeat.v1.LowRankUpdate\"k\n\nRendezvous\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\r\n\x05nonce\x18\x06 \x01(\t\"\x9a\x01\n\x0cSharedBuffer\x12\x0b\n\x03gpu\x18\x01 \x01(\t\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0f\n\x07\x63ounter\x18\x05 \x01(\x0c\x12\x16\n\x0e\x63ounter_offset\x18\x06 \x01(\x04\x12\r\n\x05\x65vent\x18\x07 \x01(\x0c\x12\x12\n\nevent_sync\x18\x08 \x01(\x08\"\x8f\x02\n\x10\x42\x65ginPushRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12&\n\x08manifest\x18\x03 \x01(\x0b\x32\x14.offbeat.v1.Manifest\x12(\n\ttransport\x18\x04 \x01(\x0e\x32\x15.offbeat.v1.Transport\x12*\n\nrendezvous\x18\x05 \x01(\x0b\x32\x16.offbeat.v1.Rendezvous\x12\x0c\n\x04path\x18\x06 \x01(\t\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x07 \x01(\x02\x12(\n\x06shared\x18\x08 \x03(\x0b\x32\x18.offbeat.v1.SharedBuffer\"*\n\x0e\x42\x65ginPushReply\x12\x18\n\x10manifest_unknown\x18\x01 \x01(\x08\"\x80\x01\n\x11\x43ommitPushRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x11\n\tchecksums\x18\x03 \x03(\x04\x12+\n\x0bupdate_mode\x18\x04 \x01(\x0e\x32\x16.offbeat.v1.UpdateMode\"A\n\x0f\x43ommitPushReply\x12\x18\n\x10transfer_seconds\x18\x01 \x01(\x02\x12\x14\n\x0cswap_seconds\x18\x02 \x01(\x02\"O\n\x10\x41\x62ortPushRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"!\n\x0e\x41\x62ortPushReply\x12\x0f\n\x07serving\x18\x01 \x01(\x08*u\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x12\n\x0eTRANSPORT_GLOO\x10\x01\x12\x12\n\x0eTRANSPORT_NCCL\x10\x02\x12\x11\n\rTRANSPORT_IPC\x10\x03\x12\x12\n\x0eTRANSPORT_DISK\x10\x04*s\n\nUpdateMode\x12\x1b\n\x17UPDATE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10UPDATE_MODE_KEEP\x10\x01\x12\x19\n\x15UPDATE_MODE_RECOMPUTE\x10\x02\x12\x17\n\x13UPDATE_MODE_RESTART\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSPORT']._serialized_start=1111
-  _globals['_TRANSPORT']._serialized_end=1228
-  _globals['_UPDATEMODE']._serialized_start=1230
-  _globals['_UPDATEMODE']._serialized_end=1345
+  _globals['_TRANSPORT']._serialized_start=1324
+  _globals['_TRANSPORT']._serialized_end=1441
+  _globals['_UPDATEMODE']._serialized_start=1443
+  _globals['_UPDATEMODE']._serialized_end=1558
   _globals['_TENSORSPEC']._serialized_start=47
   _globals['_TENSORSPEC']._serialized_end=122
-  _globals['_MANIFEST']._serialized_start=124
-  _globals['_MANIFEST']._serialized_end=211
-  _globals['_RENDEZVOUS']._serialized_start=213
-  _globals['_RENDEZVOUS']._serialized_end=320
-  _globals['_SHAREDBUFFER']._serialized_start=323
-  _globals['_SHAREDBUFFER']._serialized_end=477
-  _globals['_BEGINPUSHREQUEST']._serialized_start=480
-  _globals['_BEGINPUSHREQUEST']._serialized_end=751
-  _globals['_BEGINPUSHREPLY']._serialized_start=753
-  _globals['_BEGINPUSHREPLY']._serialized_end=795
-  _globals['_COMMITPUSHREQUEST']._serialized_start=798
-  _globals['_COMMITPUSHREQUEST']._serialized_end=926
-  _globals['_COMMITPUSHREPLY']._serialized_start=928
-  _globals['_COMMITPUSHREPLY']._serialized_end=993
-  _globals['_ABORTPUSHREQUEST']._serialized_start=995
-  _globals['_ABORTPUSHREQUEST']._serialized_end=1074
-  _globals['_ABORTPUSHREPLY']._serialized_start=1076
-  _globals['_ABORTPUSHREPLY']._serialized_end=1109
+  _globals['_LOWRANKUPDATE']._serialized_start=125
+  _globals['_LOWRANKUPDATE']._serialized_end=289
+  _globals['_MANIFEST']._serialized_start=292
+  _globals['_MANIFEST']._serialized_end=424
+  _globals['_RENDEZVOUS']._serialized_start=426
+  _globals['_RENDEZVOUS']._serialized_end=533
+  _globals['_SHAREDBUFFER']._serialized_start=536
+  _globals['_SHAREDBUFFER']._serialized_end=690
+  _globals['_BEGINPUSHREQUEST']._serialized_start=693
+  _globals['_BEGINPUSHREQUEST']._serialized_end=964
+  _globals['_BEGINPUSHREPLY']._serialized_start=966
+  _globals['_BEGINPUSHREPLY']._serialized_end=1008
+  _globals['_COMMITPUSHREQUEST']._serialized_start=1011
+  _globals['_COMMITPUSHREQUEST']._serialized_end=1139
+  _globals['_COMMITPUSHREPLY']._serialized_start=1141
+  _globals['_COMMITPUSHREPLY']._serialized_end=1206
+  _globals['_ABORTPUSHREQUEST']._serialized_start=1208
+  _globals['_ABORTPUSHREQUEST']._serialized_end=1287
+  _globals['_ABORTPUSHREPLY']._serialized_start=1289
+  _globals['_ABORTPUSHREPLY']._serialized_end=1322
 # @@protoc_insertion_point(module_scope)

@@ -106,6 +106,48 @@ class TensorSpec(google.protobuf.message.Message):
 Global___TensorSpec: typing_extensions.TypeAlias = TensorSpec
 
 @typing.final
+class LowRankUpdate(google.protobuf.message.Message):
+    """A weight of the model that does not travel: base + scaling * b @ a, computed in float32. The base is the start model's."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    A_FIELD_NUMBER: builtins.int
+    B_FIELD_NUMBER: builtins.int
+    SCALING_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    BASE_DTYPE_FIELD_NUMBER: builtins.int
+    BASE_CHECKSUM_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """of the weight, as in the Hugging Face state dict"""
+    a: builtins.str
+    """tensor of the manifest, [rank, in]"""
+    b: builtins.str
+    """tensor of the manifest, [out, rank]"""
+    scaling: builtins.float
+    """factor of the product"""
+    dtype: trajectory_pb2.DType.ValueType
+    """of the sum, once it is computed"""
+    base_dtype: trajectory_pb2.DType.ValueType
+    """that the base is brought to first: as the trainer holds it"""
+    base_checksum: builtins.int
+    """of the base in that dtype; with another base the push is refused"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        a: builtins.str = ...,
+        b: builtins.str = ...,
+        scaling: builtins.float = ...,
+        dtype: trajectory_pb2.DType.ValueType = ...,
+        base_dtype: trajectory_pb2.DType.ValueType = ...,
+        base_checksum: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["a", b"a", "b", b"b", "base_checksum", b"base_checksum", "base_dtype", b"base_dtype", "dtype", b"dtype", "name", b"name", "scaling", b"scaling"]) -> None: ...
+
+Global___LowRankUpdate: typing_extensions.TypeAlias = LowRankUpdate
+
+@typing.final
 class Manifest(google.protobuf.message.Message):
     """What a version is made of. Both ends derive the same bucket plan from it."""
 
@@ -114,13 +156,18 @@ class Manifest(google.protobuf.message.Message):
     TENSORS_FIELD_NUMBER: builtins.int
     BUCKET_BYTES_FIELD_NUMBER: builtins.int
     HASH_FIELD_NUMBER: builtins.int
+    LOW_RANK_FIELD_NUMBER: builtins.int
     bucket_bytes: builtins.int
     """upper bound of a bucket; a larger tensor has a bucket of its own"""
     hash: builtins.str
-    """sha256 over the fields above; a receiver that knows it needs no tensors again"""
+    """sha256 over the other fields; a receiver that knows it needs no tensors again"""
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
         """in the order in which they lie in the buckets"""
+
+    @property
+    def low_rank(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LowRankUpdate]:
+        """where there are any, these weights are new, and the tensors are their factors"""
 
     def __init__(
         self,
@@ -128,8 +175,9 @@ class Manifest(google.protobuf.message.Message):
         tensors: collections.abc.Iterable[Global___TensorSpec] | None = ...,
         bucket_bytes: builtins.int = ...,
         hash: builtins.str = ...,
+        low_rank: collections.abc.Iterable[Global___LowRankUpdate] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bucket_bytes", b"bucket_bytes", "hash", b"hash", "tensors", b"tensors"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bucket_bytes", b"bucket_bytes", "hash", b"hash", "low_rank", b"low_rank", "tensors", b"tensors"]) -> None: ...
 
 Global___Manifest: typing_extensions.TypeAlias = Manifest
 

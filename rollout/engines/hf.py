@@ -58,7 +58,7 @@ class HfEngine(InProcessPush):
             fail=self._fail_from_thread,
             threads=config.threads,
         )
-        self.start_receiving(self._core.device)
+        self.start_receiving(self._core.device, path=model.name_or_path)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._live: set[int] = set()
         self._done: list[Completion] = []

@@ -11,14 +11,16 @@ from torch import Tensor
 from protos import BeginPushRequest
 from protos.ipc import gpu_of
 from rollout.engine import UpdateMode
+from rollout.start_weights import StartWeights
 from rollout.weights import Receiver
 
 
 class InProcessPush(ABC):
     """Mixed into an engine; the push part of `Engine`, by way of the engine's `load_weights`."""
 
-    def start_receiving(self, device: torch.device) -> None:
-        self._receiver = Receiver(device)
+    def start_receiving(self, device: torch.device, *, path: str) -> None:
+        """path: of the model that was loaded; empty: pushes of adapters are refused."""
+        self._receiver = Receiver(device, start=StartWeights(path, device) if path else None)
 
     @abstractmethod
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]], mode: UpdateMode) -> None:

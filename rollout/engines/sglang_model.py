@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from protos import Manifest
+from protos.buckets import weights_of
 from protos.tensors import TORCH_DTYPES
 from rollout.engines.checkpoint import chosen_length, end_ids_of, read_generation_config
 from rollout.engines.hf_weights import Weights
@@ -28,7 +29,7 @@ class Outline:
     def misfits(self, manifest: Manifest) -> list[str]:
         """What in a push does not fit the model, in words."""
         found = []
-        for spec in manifest.tensors:
+        for spec in weights_of(manifest):
             given = (spec.name, str(TORCH_DTYPES[spec.dtype]).removeprefix("torch."), tuple(spec.shape))
             own = self.known.get(spec.name)
             if own is None:

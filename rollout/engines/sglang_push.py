@@ -12,6 +12,7 @@ import torch
 from rollout.engine import TransferFailed
 from rollout.engines.install import Installer
 from rollout.engines.sglang_commands import Reply, unpack_checksums, unpack_request
+from rollout.start_weights import StartWeights
 from rollout.weights import Receiver, verify
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ class Push:
     def _open(self, request: str) -> Reply:
         if self._receiver is None:
             model = self._scheduler.tp_worker.model_runner.model
-            self._receiver = Receiver(torch.device("cuda", torch.cuda.current_device()))
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._receiver = Receiver(device, start=StartWeights(self._scheduler.server_args.model_path, device))
             self._installer = Installer(model, model.load_weights)
         if self._dropping is not None:  # its memory is wanted again
             self._dropping.join()

@@ -209,6 +209,8 @@ class VllmEngine:
         """Begin to receive in every worker. ValueError if the manifest does not fit the model; TransferFailed."""
         whole = not self.gpus  # on a CPU whole layers are prepared anew
         mistakes = self._facts.mistakes(request.manifest, dtype=self._dtype, whole=whole)
+        if self._weights_asleep and request.manifest.low_rank:
+            mistakes.append("an adapter is not enough after sleep level 2: push it merged")
         if mistakes:
             raise ValueError("weights refused: " + "; ".join(mistakes[:10]))
         self._deadline = time.monotonic() + request.deadline_seconds

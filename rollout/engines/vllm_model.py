@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from protos import Manifest
+from protos.buckets import weights_of
 from protos.generated.trajectory_pb2 import DType
 from rollout.engines.checkpoint import end_ids_of, read_generation_config
 
@@ -22,8 +23,10 @@ class ModelFacts:
 
     def mistakes(self, manifest: Manifest, *, dtype: str, whole: bool) -> list[str]:
         """Why a version of this description cannot be taken. whole: every parameter must be in it."""
-        found = [self._mistake(spec.name, tuple(spec.shape), spec.dtype, dtype) for spec in manifest.tensors]
-        missing = self.shapes.keys() - {spec.name for spec in manifest.tensors} if whole else ()
+        specs = weights_of(manifest)
+        found = [self._mistake(spec.name, tuple(spec.shape), spec.dtype, dtype) for spec in specs]
+        complete = not whole or manifest.low_rank  # to an adapter the start model is added
+        missing = () if complete else self.shapes.keys() - {spec.name for spec in specs}
         return [text for text in found if text] + [f"{name} is missing" for name in sorted(missing)]
 
     def _mistake(self, name: str, shape: tuple[int, ...], sent: "DType.ValueType", dtype: str) -> str:

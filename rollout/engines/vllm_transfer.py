@@ -27,6 +27,7 @@ from protos.tensors import make_buffers, named_views
 from rollout.engines.install import Installer
 from rollout.engines.vllm_link import PATH_VARIABLE, Link
 from rollout.engines.vllm_reload import Reload, copies_plainly
+from rollout.start_weights import StartWeights
 from rollout.weights import Receiver
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class PushTransfer(WeightTransferEngine[PushInit, PushUpdate]):
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._receiver = Receiver(device)
+        whole = not copies_plainly(model, device)
+        self._receiver = Receiver(device, start=StartWeights(self.model_config.model, device, whole=whole))
         self._installer = self._make_installer()
         self._link = self._connect() if PATH_VARIABLE in os.environ else None
 
