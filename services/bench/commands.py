@@ -136,6 +136,53 @@ def bench_stream(rounds: Rounds = 3, out: Out = None) -> None:
     _leave(bench(rounds=rounds, out=out))
 
 
+@bench_app.command("train", context_settings=OVERRIDES)
+def bench_train(
+    overrides: Overrides = None,
+    shape: ShapeName = "qwen3-0.6b",
+    sequence: Annotated[int, typer.Option(help="tokens of a sample; one sample is one micro-batch")] = 8192,
+    prompt_tokens: Annotated[int, typer.Option(help="of these, without loss")] = 1024,
+    micro_batches: Annotated[int, typer.Option(help="samples of each GPU in a step")] = 4,
+    steps: Annotated[int, typer.Option(help="optimizer steps that are timed")] = 3,
+    warm_steps: Annotated[int, typer.Option(help="before them, not timed")] = 2,
+    rounds: Annotated[int, typer.Option(help="times that all rows run, in turn")] = 1,
+    gpus: Annotated[str, typer.Option(help="numbers of GPUs, e.g. 1,2,4; on a box without: of CPU processes")] = "1",
+    rows: Annotated[
+        str, typer.Option(help="what runs, in turn: ours, ours+proximal, bare, bare+compile, bare+cudnn, ...")
+    ] = "ours,ours+proximal,bare,bare+compile",
+    peak_tflops: Annotated[float, typer.Option(help="dense bfloat16 peak of one GPU, for the MFU")] = 990.0,
+    profile: Annotated[Path | None, typer.Option(help="text file for the longest kernels of one step of each")] = None,
+    folder: Folder = FOLDER,
+    out: Out = None,
+) -> None:
+    """The trainer's step, beside a bare FSDP2 loop on the same tokens."""
+    from services.bench.train import TrainWork
+    from services.bench.train import bench_train as bench
+    from services.bench.train_rows import row_of
+
+    if not 0 < prompt_tokens < sequence:
+        raise typer.BadParameter(f"--prompt-tokens {prompt_tokens} leaves nothing of --sequence {sequence}")
+    if not all(count.isdigit() and int(count) for count in gpus.split(",")):
+        raise typer.BadParameter(f"--gpus {gpus}: numbers from 1 on, with commas")
+    try:
+        chosen = tuple(row_of(name) for name in rows.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    work = TrainWork(
+        shape=shape,
+        sequence=sequence,
+        prompt_tokens=prompt_tokens,
+        micro_batches=micro_batches,
+        steps=steps,
+        warm_steps=warm_steps,
+        rounds=rounds,
+        gpus=tuple(map(int, gpus.split(","))),
+        rows=chosen,
+        peak_tflops=peak_tflops,
+    )
+    _leave(bench(work, overrides or [], folder=folder, profile=profile, out=out))
+
+
 def _check_engine(engine: str) -> None:
     if engine not in ENGINES:
         raise typer.BadParameter(f"--engine {engine}: there are {', '.join(ENGINES)}")

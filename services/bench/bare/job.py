@@ -16,20 +16,34 @@ from services.launch import environment, tail
 Job = dict[str, Any]
 Answer = dict[str, Any]
 JOB_SECONDS = 420.0
+GRACE_SECONDS = 15.0
+TOLD_LINES = 40
+BARE = "services.bench.bare"
+RANKS = ("torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 class Baseline:
-    """A running baseline process."""
+    """A running baseline: one process, or several `ranks` under torchrun, of which the first answers."""
 
     def __init__(
-        self, module: str, job: Job, *, folder: Path, gpus: str | None, threads: int = 0, python: str = sys.executable
+        self,
+        module: str,
+        job: Job,
+        *,
+        folder: Path,
+        gpus: str | None,
+        threads: int = 0,
+        python: str = sys.executable,
+        ranks: int = 1,
+        package: str = BARE,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log, self._answer = folder / f"{module}.log", folder / f"{module}.answer.json"
         self._answer.unlink(missing_ok=True)
         told = folder / f"{module}.job.json"
         told.write_text(json.dumps(job))
-        command = [python, "-P", "-m", f"services.bench.bare.{module}", str(told), str(self._answer)]
+        several = (*RANKS, str(ranks), "-m") if ranks > 1 else ()
+        command = [python, "-P", "-m", *several, f"{package}.{module}", str(told), str(self._answer)]
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment(threads, gpus)
@@ -40,24 +54,31 @@ class Baseline:
         try:
             code = self._process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
+            raise OffbeatError(f"a baseline took more than {seconds:g} s:\n{tail(self.log, lines=TOLD_LINES)}") from None
+        finally:
             self.end()
-            raise OffbeatError(f"a baseline took more than {seconds:g} s:\n{tail(self.log)}") from None
         if code or not self._answer.exists():
-            raise OffbeatError(f"a baseline failed (exit code {code}):\n{tail(self.log)}")
+            raise OffbeatError(f"a baseline failed (exit code {code}):\n{tail(self.log, lines=TOLD_LINES)}")
         answer: Answer = json.loads(self._answer.read_text())
         return answer
 
     def end(self) -> None:
-        """Kill it, if it still runs."""
+        """Stop it, if it still runs: torchrun ends its ranks only when it is asked, not when it is killed."""
         if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+            self._process.terminate()
+            try:
+                self._process.wait(timeout=GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
 
 
 def answering(work: Callable[[Job], Answer]) -> None:
-    """The main function of a baseline."""
+    """The main function of a baseline; of several ranks the first one answers."""
     told, answered = map(Path, sys.argv[1:3])
     answer = json.dumps(work(json.loads(told.read_text())))
+    if int(os.environ.get("RANK", "0")):
+        return
     scratch = answered.with_suffix(".tmp")
     scratch.write_text(answer)
     os.replace(scratch, answered)
