@@ -54,7 +54,9 @@ class Baseline:
         try:
             code = self._process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            raise OffbeatError(f"a baseline took more than {seconds:g} s:\n{tail(self.log, lines=TOLD_LINES)}") from None
+            raise OffbeatError(
+                f"a baseline took more than {seconds:g} s:\n{tail(self.log, lines=TOLD_LINES)}"
+            ) from None
         finally:
             self.end()
         if code or not self._answer.exists():
