@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from trainer.char_tokenizer import char_tokenizer
-from trainer.logprobs import TokenScorer
+from trainer.reference import ReferencePolicy
 
 MAX_MODEL_LEN = 768
 
@@ -66,15 +66,13 @@ def greedy_tokens(model: Any, prompt: Iterable[int], *, count: int) -> list[int]
     return tokens
 
 
-@torch.no_grad()
 def trainer_logprobs(
     model: Any, prompt: Iterable[int], response: Iterable[int], *, temperature: float = 1.0
 ) -> np.ndarray[Any, Any]:
-    """Of each token of the response, by the trainer's own scorer."""
-    prompt, response = list(map(int, prompt)), list(map(int, response))
-    positions = torch.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
-    score = TokenScorer(model, temperature=temperature)
-    return score(torch.tensor([prompt + response]), positions, torch.tensor(response)).logprobs_N.numpy()
+    """Of each token of the response, by the trainer's own policy."""
+    policy = ReferencePolicy(model, MAX_MODEL_LEN, temperature=temperature)
+    tokens = (np.array(list(map(int, ids)), np.int32) for ids in (prompt, response))
+    return policy.logprobs(*([ids] for ids in tokens))[0]
 
 
 @torch.no_grad()
