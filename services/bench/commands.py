@@ -183,6 +183,42 @@ def bench_train(
     _leave(bench(work, overrides or [], folder=folder, profile=profile, out=out))
 
 
+@bench_app.command("logprobs")
+def bench_logprobs(
+    device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu")] = "cuda",
+    tokens: int = 32_768,
+    vocabulary: int = 151_936,
+    hidden: Annotated[int, typer.Option(help="size of a hidden state")] = 1024,
+    dtype: Annotated[str, typer.Option(help="of hidden states and head: bfloat16 or float32")] = "bfloat16",
+    max_logits_mib: Annotated[int, typer.Option(help="float32 logits of a block")] = 256,
+    entropy: Annotated[bool, typer.Option(help="with the entropy and its gradient")] = True,
+    ways: Annotated[str, typer.Option(help="in the order of running")] = "plain,eager,compiled",
+    rounds: Rounds = 3,
+    out: Out = None,
+) -> None:
+    """Logprobs of target tokens, forward and backward: from all logits at once, in blocks, in compiled blocks."""
+    from services.bench.logprobs import WAYS, LogprobsWork
+    from services.bench.logprobs import bench_logprobs as bench
+
+    chosen = tuple(ways.split(","))
+    if not set(chosen) <= set(WAYS):
+        raise typer.BadParameter(f"--ways {ways}: there are {', '.join(WAYS)}")
+    if dtype not in ("bfloat16", "float32"):
+        raise typer.BadParameter(f"--dtype {dtype}: there are bfloat16, float32")
+    work = LogprobsWork(
+        device=device,
+        tokens=tokens,
+        vocabulary=vocabulary,
+        hidden=hidden,
+        dtype=dtype,
+        max_logits_mib=max_logits_mib,
+        entropy=entropy,
+        ways=chosen,
+        rounds=rounds,
+    )
+    _leave(bench(work, out=out))
+
+
 def _check_engine(engine: str) -> None:
     if engine not in ENGINES:
         raise typer.BadParameter(f"--engine {engine}: there are {', '.join(ENGINES)}")
