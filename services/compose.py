@@ -220,9 +220,11 @@ def missing_files(config: Config, places: Places) -> list[str]:
             if looks_like_path(model) and not (Path(model).expanduser() / "config.json").is_file():
                 key: tuple[str, ...] = ("model",) if config.model == model else (room, "model")
                 problems.append(f"{place_of(key, places)}: {'.'.join(key)}: no model folder at {model}")
-    for path in config.data.paths:
-        if not Path(path).expanduser().exists():
-            problems.append(f"{place_of(('data', 'path'), places)}: data.path: no such file: {path}")
+    for section, data in ((("data",), config.data), (("evaluation", "data"), config.evaluation.data)):
+        for path in data.paths if data is not None else ():
+            if not Path(path).expanduser().exists():
+                named = (*section, "path")
+                problems.append(f"{place_of(named, places)}: {'.'.join(named)}: no such file: {path}")
     for key, python in pythons(config):
         if not is_executable(python):
             problems.append(f"{place_of(key, places)}: {'.'.join(key)}: no such Python: {python}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -13,13 +13,14 @@ from reward.config import RewardConfig
 from rollout.config import RolloutConfig
 from rollout.datasets.config import DataConfig
 from services.errors import ConfigError
+from services.evaluation_config import EvaluationConfig
 from services.launch_config import FleetMember, LaunchConfig, Section
 from trainer.config import ESTIMATOR, TrainerConfig
 from trainer.plugins import declares
 
 if TYPE_CHECKING:
     import protos
-    from rollout.prompts import PromptStream
+    from rollout.datasets import PromptRow
     from services.generation import NextPrompt
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -149,6 +150,7 @@ class Config(Section):
     trainer: TrainerConfig
     conductor: ConductorConfig = Field(default_factory=ConductorConfig)
     push: PushConfig = Field(default_factory=PushConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
     @property
@@ -245,6 +247,7 @@ class Config(Section):
         ]
 
     def _gdpo_problems(self) -> Iterator[str]:
+            *self.evaluation.problems(data=self.data, group_size=in_group, num_at_once=2 * smallest),
         """Parts of the reward that nobody gives."""
         functions = [function.label for function in self.reward.functions]
         for name in self.trainer.algorithm.gdpo_weights:
@@ -299,15 +302,28 @@ class Config(Section):
 
     def prompts(self) -> NextPrompt:
         """Position in the endless prompt stream -> prompt; reads the data. ConfigError where it cannot be used."""
-        from rollout.datasets import load_rows
         from rollout.prompts import PromptStream
+    def evaluation_sampling(self) -> protos.SamplingParams:
+        """How the samples of an evaluation are drawn."""
+        sampling = self.sampling()
+        sampling.temperature = self.evaluation.temperature
+        sampling.max_tokens = self.evaluation.max_tokens or sampling.max_tokens
+        return sampling
 
-        try:
-            report = load_rows(self.data)
-        except (ValueError, OSError) as error:
-            raise ConfigError([f"data: {error}"]) from error
-        stream = PromptStream(report.rows, seed=self.data.seed, shuffle=self.data.shuffle)
-        return lambda position: prompt_at(stream, position)
+
+        stream = PromptStream(rows_of(self.data, "data"), seed=self.data.seed, shuffle=self.data.shuffle)
+
+        def prompt_at(position: int) -> protos.Prompt:
+            epoch, row = stream.at(position)
+            return prompt_of(row, epoch=epoch)
+
+        return prompt_at
+
+    def evaluation_prompts(self) -> list[protos.Prompt]:
+        """What is evaluated on, nothing where nothing is; reads the data. ConfigError where it cannot be used."""
+        if not self.evaluation.every_steps:
+            return []
+        return [prompt_of(row) for row in rows_of(self.evaluation.prompts_of(self.data), "evaluation.data")]
 
 
 class BatchRules(Section):
@@ -332,10 +348,19 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     return {**values, **both}
 
 
-def prompt_at(stream: PromptStream, position: int) -> protos.Prompt:
+def rows_of(data: DataConfig, key: str) -> Sequence[PromptRow]:
+    """The rows of a source; ConfigError, told for `key`, where it cannot be used."""
+    from rollout.datasets import load_rows
+
+    try:
+        return load_rows(data).rows
+    except (ValueError, OSError) as error:
+        raise ConfigError([f"{key}: {error}"]) from error
+
+
+def prompt_of(row: PromptRow, *, epoch: int = 0) -> protos.Prompt:
     import protos
 
-    epoch, row = stream.at(position)
     return protos.Prompt(
         prompt_id=row.prompt_id,
         text=row.text or "",

@@ -149,6 +149,7 @@ def prepare_folder(config: Config, *, fresh: bool) -> Path:
     config.prompts()  # data that cannot be used is told before anything starts, and an engine or a GPU that is nowhere
     check_interpreters(lineup(config))
     placement(config, visible_gpus())
+    config.evaluation_prompts()
     folder = config.run_folder
     if fresh and folder.exists():
         shutil.rmtree(folder)

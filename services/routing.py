@@ -50,6 +50,11 @@ class Routing:
         """Samples that may be outstanding."""
         return (self.run.max_staleness + 1) * self.run.prompts_per_step * self.book.samples_per_group
 
+    @property
+    def trained_all(self) -> bool:
+        """Whether every step is trained and pushed."""
+        return self.book.trained_step >= self.run.num_steps <= self.book.pushed_version
+
     # Admission.
 
     def may_accept(self, version: int) -> bool:

@@ -49,8 +49,11 @@ class Sharing:
         post: Callable[[Callable[[], None]], None],
         tell: Tell,
         on_problem: Callable[[Member, PeerError], None],
+        busy: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`busy`: whether rollout servers have other samples in hand than the book knows of."""
         self.on = on
+        self._busy = busy
         self.book = book
         self._members = members
         self._post = post
@@ -95,7 +98,7 @@ class Sharing:
         await cancel(*self._asking)
 
     def _leased(self) -> bool:
-        return any(self.book.samples(State.LEASED))
+        return self._busy() or any(self.book.samples(State.LEASED))
 
     def _all(self, card: Card) -> bool:
         return all(member.card == card for member in self._members())

@@ -55,8 +55,19 @@ def line(status: protos.ConductorStatusReply, rates: Rates) -> str:
         f"{rates.tokens:.0f} tokens/s",
         f"{status.num_pushes} pushes",
         f"in flight {status.ledger.in_flight}",
+        *evaluated(status),
     ]
     return "  ".join(parts) + ("" if status.ledger.balanced else "  LEDGER DOES NOT BALANCE")
+
+
+def evaluated(status: protos.ConductorStatusReply) -> list[str]:
+    """The newest evaluation that has ended, and the best one."""
+    last = status.evaluation
+    if "pass@1" not in last:
+        return []
+    parts = [f"pass@1 {last['pass@1']:.3f} at version {last['version']:.0f}"]
+    better = last["best_pass@1"] > last["pass@1"]
+    return parts + ([f"best {last['best_pass@1']:.3f} at {last['best_version']:.0f}"] if better else [])
 
 
 def panel(status: protos.ConductorStatusReply, rates: Rates) -> RenderableType:
