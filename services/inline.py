@@ -18,6 +18,8 @@ from services.telemetry import set_up_logging
 def run_inline(config: Config, folder: Path) -> None:
     """Run to the end in this process; the first actor that fails ends all. ConfigError where it would take several."""
     foreign = sorted({post.python for post in lineup(config)} - {sys.executable})
+    if config.launch.trainer_ranks > 1:
+        raise ConfigError([f"--inline runs all in one process; launch.trainer_ranks={config.launch.trainer_ranks}"])
     if foreign:
         raise ConfigError([f"--inline runs all services in this Python; {foreign[0]} would have to run some of them"])
     set_up_logging("inline", folder=folder)

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.config import Config
-from services.errors import ConfigError, OffbeatError
+from services.errors import ConfigError, OffbeatError, RunStopped
 from services.lineup import Post, check_interpreters, lineup
 from services.placement import VARIABLE, placement, visible_gpus
-from services.serve import ADDRESS_FILE, BROKEN, REPLACED, save_config
+from services.serve import ADDRESS_FILE, BROKEN, REPLACED, STOPPED, save_config
 from services.telemetry import set_up_logging
 
 if TYPE_CHECKING:
@@ -90,13 +90,16 @@ class Launcher:
         child.started_at = time.monotonic()
 
     def watch(self) -> bool:
-        """One look at the children; True when the conductor has ended well. OffbeatError when a restart cannot help."""
+        """One look at the children; True when the conductor has ended well. OffbeatError when a restart cannot help:
+        RunStopped where a guard has ended the run."""
         for child in self.children:
             code = child.process.poll() if child.process is not None else None
             if code is None and child.process is not None:
                 continue
             if child.role == "conductor" and code == 0:
                 return True
+            if child.role == "conductor" and code == STOPPED:
+                raise RunStopped(json.loads((self.folder / "summary.json").read_text())["stopped"])
             if code not in LEFT:
                 self._restart(child, code)
         return False
@@ -146,10 +149,10 @@ def environment(threads: int, gpus: str | None) -> dict[str, str]:
 
 def prepare_folder(config: Config, *, fresh: bool) -> Path:
     """Make or find the run folder, save the config in it, make the start model; OffbeatError for a finished run."""
+    config.evaluation_prompts()
     config.prompts()  # data that cannot be used is told before anything starts, and an engine or a GPU that is nowhere
     check_interpreters(lineup(config))
     placement(config, visible_gpus())
-    config.evaluation_prompts()
     folder = config.run_folder
     if fresh and folder.exists():
         shutil.rmtree(folder)

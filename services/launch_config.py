@@ -42,11 +42,12 @@ class LaunchConfig(Section):
     host: str = Field(default="127.0.0.1", description="address that the services listen on")
     conductor_port: int = Field(default=0, ge=0, le=65535, description="0 takes a free port")
     max_restarts: int = Field(default=20, ge=0, description="restarts of dead processes before the run is given up")
-    trainer_gpus: int | None = Field(
-        default=None,
+    trainer_ranks: int = Field(
+        default=1,
         ge=1,
-        description="the trainer takes the first so many GPUs of this box, each rollout server its own next ones; null:"
-        " one, where the box has enough for all, else all services share what there is",
+        description="processes of the trainer, which share the model by FSDP2 (trainer.parallel). Each takes a GPU of"
+        " its own, the first ones of this box, and each rollout server its own next ones; where there are too few all"
+        " services share what there is, with one rank",
     )
     share_gpu: bool = Field(
         default=False,

@@ -37,6 +37,8 @@ class Post:
     name: str
     python: str
     threads: int = 1
+    ranks: int = 1
+    """Processes that make up the service (torchrun)."""
     overrides: tuple[str, ...] = ()
 
 
@@ -56,6 +58,7 @@ def lineup(config: Config) -> list[Post]:
             name=role if role in ("conductor", "trainer") else f"{role}-{index}",
             python=absolute(launch.python.get(role, sys.executable)),
             threads=threads.get(role, 1),
+            ranks=launch.trainer_ranks if role == "trainer" else 1,
         )
         for role, count in counts.items()
         for index in range(count)

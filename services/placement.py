@@ -59,19 +59,19 @@ def placement(config: Config, visible: tuple[str, ...]) -> dict[str, str]:
 def automatic(config: Config, available: int) -> dict[str, tuple[int, ...]]:
     """Cards in order: the trainer's, then each rollout server's; reference services look on with the trainer.
 
-    Where they do not suffice all services share them, unless launch.trainer_gpus asks for more than there is.
+    Where they do not suffice all services share them, unless launch.trainer_ranks asks for more than there is.
     """
     wanted = [seat for seat in seats(config) if seat.count]
     if config.launch.share_gpu:
         return together(wanted, available)
     needed = sum(seat.count for seat in wanted)
     if needed > available:
-        if config.launch.trainer_gpus is not None:
+        if available and config.launch.trainer_ranks > 1:
             shares = " + ".join(f"{seat.count} {seat.name}" for seat in wanted)
             raise ConfigError(
                 [
-                    f"launch.trainer_gpus={config.launch.trainer_gpus}: the run takes {needed} GPUs ({shares}) and this"
-                    f" box has {available}: fewer launch.rollout_servers, or say in launch.gpus who shares a card"
+                    f"launch.trainer_ranks={config.launch.trainer_ranks}: the run takes {needed} GPUs ({shares}) and"
+                    f" this box has {available}: fewer launch.rollout_servers, or say in launch.gpus who shares a card"
                 ]
             )
         return {}
@@ -136,7 +136,7 @@ def shared_out(role: str, cards: tuple[int, ...], crew: list[Seat]) -> dict[str,
 def seats(config: Config) -> list[Seat]:
     """Services that may compute on a GPU, the trainer first; one whose device is said takes none by itself."""
     launch = config.launch
-    trainer = (launch.trainer_gpus or 1) if config.trainer.device in ("auto", "cuda") else 0
+    trainer = launch.trainer_ranks if config.trainer.device in ("auto", "cuda") else 0
     rollout = [config.rollout_of(member) for member in config.fleet for _ in range(member.count)]
     references = launch.reference_servers if config.use_reference else 0
     return [

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 import protos
-from protos.arrays import from_array
 from services.errors import OffbeatError
 from services.faults import fault
 from services.pushing import Pusher
 from services.rolling import Rota, merged, roll
 from services.streams import Outbox
+from services.trainer_work import Trained, TrainerWork
 from services.worker import Worker
 
 if TYPE_CHECKING:
-    from trainer.batch import Trajectory
     from trainer.checkpoint import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -52,50 +50,19 @@ class TrainerService(Worker, protos.TrainerServicer):
         self._push_task: asyncio.Task[None] | None = None
         self._save_task: asyncio.Task[protos.CheckpointReport] | None = None
         self._saving = asyncio.Lock()
-        self._computed_step = 0
-        """What the learner's weights are: ahead of policy_version while a step ends. Set on the compute thread."""
         self._pusher: Pusher | None = None
         self._rota = Rota(self.config.crew_size)
         await self.load(self._load)
 
     def _load(self) -> None:
-        import torch
+        from trainer.model import model_fingerprint
+        from trainer.parallel.orders import Orders
+        from trainer.parallel.start import seat
 
-        from services.reach import reach_of_device
-        from trainer.checkpoint import CheckpointStore, restore
-        from trainer.lora import attach_adapter
-        from trainer.lora_push import outgoing_of
-        from trainer.model import bound_memory, load_model, model_fingerprint, prepare_process
-        from trainer.step import Learner
-
-        config = self.config.trainer
-        prepare_process(threads=config.threads, seed=config.seed)
-        bound_memory(config.device, fraction=config.memory_fraction)
-        model = load_model(
-            config.model, dtype=config.dtype, attn_implementation=config.attn_implementation, device=config.device
-        )
-        if config.lora is not None:
-            attach_adapter(model, config.lora, base_model=config.model)
-        self.identity.model_hash = model_fingerprint(config.model)
-        self.learner = Learner(model, config)
-        self.store = CheckpointStore(self.folder / "checkpoints", config.checkpoint, incarnation=os.getpid())
-        found, problems = self.store.latest_verified()
-        for problem in problems:
-            logger.error("a checkpoint is damaged", extra={"facts": {"problem": problem}})
-        if found is not None:
-            self.policy_version = self._computed_step = restore(found, self.learner).policy_version
-            logger.info("resumed", extra={"facts": {"step": self.policy_version, "path": found}})
-        push = self.config.push
-        self.outgoing = outgoing_of(
-            model,
-            config.lora,
-            bucket_bytes=int(push.bucket_mib * 2**20),
-            dtype=None if push.dtype == "auto" else getattr(torch, push.dtype),
-            streamed=push.memory == "streamed",
-        )
-        self._pack()
-        self.outgoing.conclude()
-        self.reach = reach_of_device(self.outgoing.device, streamed=self.outgoing.streamed)
+        self.identity.model_hash = model_fingerprint(self.config.trainer.model)
+        self.part = TrainerWork(self.config, self.folder, Orders(seat()))
+        self.part.load()
+        self.policy_version = self.part.step
 
     def state(self) -> protos.JoinRequest:
         return protos.JoinRequest(policy_version=self.policy_version)
@@ -110,6 +77,7 @@ class TrainerService(Worker, protos.TrainerServicer):
                 await asyncio.gather(task, return_exceptions=True)
         if self._pusher is not None:
             await self._pusher.set_members([])
+        await self.compute(self.part.leave)
 
     # Training.
 
@@ -146,58 +114,43 @@ class TrainerService(Worker, protos.TrainerServicer):
             await self._step(batch, waited=time.monotonic() - waited_from)
 
     async def _step(self, batch: protos.TrajectoryBatch, *, waited: float) -> None:
-        metrics, mismatches, seconds = await self._advance(batch)
-        pushes = [report async for report in self._push(batch.step)] if self.outgoing.streamed else []
+        trained, seconds = await self._advance(batch)
+        pushes = [report async for report in self._push(batch.step)] if self.part.outgoing.streamed else []
         report = protos.StepReport(
             step=batch.step,
             policy_version=self.policy_version,
             incarnation=batch.incarnation,
-            metrics=metrics,
-            mismatches=mismatches,
+            metrics=trained.metrics,
+            mismatches=trained.mismatches,
             step_seconds=seconds,
             wait_seconds=waited,
             replay=batch.replay,
-            weights_hash=self.outgoing.hash(),
+            weights_hash=self.part.outgoing.hash(),
         )
         self._reports.append(report)
         self._outbox.put(protos.TrainReply(report=report))
         fault(self.name, "step.reported", step=batch.step)
         for push in pushes:
             self._outbox.put(protos.TrainReply(push=push))
-        if not self.outgoing.streamed:
+        if not self.part.outgoing.streamed:
             self._push_task = asyncio.create_task(self._push_and_tell(batch.step), name=f"push-{batch.step}")
         await self._save_if_due(batch.step)
 
-    async def _advance(
-        self, batch: protos.TrajectoryBatch
-    ) -> tuple[dict[str, float], list[protos.ServerMismatch], float]:
-        """Train and pack: metrics, mismatches, seconds of the step. A snapshot may be sent while the step runs; weights
-        that are streamed may not change then."""
-        free = nullcontext()
-        while_training, while_packing = (self._pushing, free) if self.outgoing.streamed else (free, self._pushing)
-        async with while_training:
+    async def _advance(self, batch: protos.TrajectoryBatch) -> tuple[Trained, float]:
+        """Train and pack: what it came to, and the seconds of the step."""
+        async with self._still():
             began = time.monotonic()
-            metrics, mismatches = await self.compute(self._train, batch)
+            trained = await self.compute(self.part.train, batch)
             seconds = time.monotonic() - began
             fault(self.name, "step.computed", step=batch.step)
-            async with while_packing:
-                await self.compute(self._pack)
+            async with nullcontext() if self.part.outgoing.streamed else self._pushing:
+                await self.compute(self.part.pack)
                 self.policy_version = batch.step
-        return metrics, mismatches, seconds
+        return trained, seconds
 
-    def _train(self, batch: protos.TrajectoryBatch) -> tuple[dict[str, float], list[protos.ServerMismatch]]:
-        trajectories = [from_wire(trajectory) for trajectory in batch.trajectories]
-        metrics = self.learner.train(trajectories, step=batch.step, policy_version=batch.step - 1)
-        self._computed_step = batch.step
-        return metrics, [
-            protos.ServerMismatch(server=one.server, staleness=one.staleness, num_tokens=one.num_tokens, mean=one.mean)
-            for one in self.learner.mismatches
-        ]
-
-    def _pack(self) -> None:
-        """From here on the buckets stand for the weights: what need not stay on the device leaves before the push."""
-        self.outgoing.pack()
-        self.learner.rest()
+    def _still(self) -> AbstractAsyncContextManager[None]:
+        """Inside, no streamed push reads the weights. Buckets that stand apart may be sent meanwhile."""
+        return self._pushing if self.part.outgoing.streamed else nullcontext()
 
     # Pushes.
 
@@ -208,7 +161,7 @@ class TrainerService(Worker, protos.TrainerServicer):
     async def _push(self, version: int) -> AsyncIterator[protos.PushReport]:
         """A report for each crew."""
         async with self._pushing:
-            pusher = self._the_pusher()
+            pusher = await self._ready_pusher()
             reports = roll(
                 pusher,
                 self._rota,
@@ -223,12 +176,12 @@ class TrainerService(Worker, protos.TrainerServicer):
 
     def _is_overtaken(self, version: int, oldest: int) -> bool:
         """A newer version waits for the buckets, and those that this one has not reached may lag behind that one."""
-        return self._computed_step > version and self._computed_step - oldest <= self.config.push.max_version_skew
+        return self.part.step > version and self.part.step - oldest <= self.config.push.max_version_skew
 
     async def SyncRollouts(self, request: protos.SyncRolloutsRequest, context: Any) -> protos.SyncRolloutsReply:
         """Servers that came in between get the current version in a group of their own."""
         async with self._pushing:
-            pusher = self._the_pusher()
+            pusher = await self._ready_pusher()
             await pusher.set_members(request.servers)
             version = self.policy_version
             behind = {one.name for one in request.servers if one.needs_version or one.policy_version < version}
@@ -236,20 +189,22 @@ class TrainerService(Worker, protos.TrainerServicer):
             reports = roll(pusher, self._rota, version, names=names, transport=self.config.push.transport)
             return protos.SyncRolloutsReply(push=merged([report async for report in reports]))
 
-    def _the_pusher(self) -> Pusher:
-        """Made with the first push: it needs the incarnation, which the conductor gives at the join."""
+    async def _ready_pusher(self) -> Pusher:
+        """For one push. Made with the first one: it needs the incarnation, which the conductor gives at the join."""
+        if self.part.outgoing.streamed:
+            await self.compute(self.part.stream)
         if self._pusher is None or self._pusher.incarnation != self.membership.incarnation:
             from trainer.weights import Broadcaster
 
             push = self.config.push
             self._pusher = Pusher(
-                self.outgoing,
-                Broadcaster(host=push.host, incarnation=self.membership.incarnation, device=self.outgoing.device),
+                self.part.outgoing,
+                Broadcaster(host=push.host, incarnation=self.membership.incarnation, device=self.part.outgoing.device),
                 name=self.name,
                 deadline_seconds=push.deadline_seconds,
                 update_mode=self.config.rollout.update_mode,
                 folder=self.folder / "weights",
-                reach=self.reach,
+                reach=self.part.reach,
             )
         return self._pusher
 
@@ -269,16 +224,12 @@ class TrainerService(Worker, protos.TrainerServicer):
         async with self._saving:
             if self._save_task is not None:
                 report = await self._save_task
-                if report.path and report.step == self._computed_step:
+                if report.path and report.step == self.part.step:
                     return self._save_task
-            taken = await self.compute(self._snapshot)
+            async with self._still():
+                taken = await self.compute(self.part.snapshot)
             self._save_task = asyncio.create_task(self._write(taken), name=f"save-{taken.step}")
             return self._save_task
-
-    def _snapshot(self) -> Snapshot:
-        from trainer.checkpoint import snapshot
-
-        return snapshot(self.learner, step=self._computed_step, policy_version=self._computed_step)
 
     async def _write(self, taken: Snapshot) -> protos.CheckpointReport:
         from trainer.checkpoint import CheckpointFailed
@@ -286,12 +237,12 @@ class TrainerService(Worker, protos.TrainerServicer):
         fault(self.name, "checkpoint.write", step=taken.step)
         report = protos.CheckpointReport(step=taken.step)
         try:
-            path = await asyncio.to_thread(self.store.write, taken)
+            path = await asyncio.to_thread(self.part.store.write, taken)
         except CheckpointFailed as error:
             report.problem = str(error)
             return report
         report.path = resolved(path)
-        report.oldest_step = self.store.oldest()
+        report.oldest_step = self.part.store.oldest()
         return report
 
     async def Save(self, request: protos.SaveRequest, context: Any) -> protos.SaveReply:
@@ -308,31 +259,9 @@ class TrainerService(Worker, protos.TrainerServicer):
         return protos.TrainerStatusReply(
             policy_version=self.policy_version,
             incarnation=self.membership.incarnation,
-            weights_hash=self.outgoing.hash(),
+            weights_hash=self.part.outgoing.hash(),
         )
 
 
 def resolved(path: Path) -> str:
     return str(path.resolve())
-
-
-def from_wire(trajectory: protos.Trajectory) -> Trajectory:
-    """A trajectory as the trainer room sees it."""
-    from trainer.batch import Trajectory
-
-    return Trajectory(
-        sample=f"{trajectory.key.group}/{trajectory.key.index}",
-        group=trajectory.key.group,
-        prompt_ids=from_array(trajectory.prompt_ids),
-        response_ids=from_array(trajectory.response_ids),
-        behaviour_logprobs=from_array(trajectory.behaviour_logprobs),
-        loss_mask=from_array(trajectory.loss_mask) if trajectory.HasField("loss_mask") else None,
-        reward=trajectory.reward,
-        reward_parts=dict(trajectory.reward_breakdown),
-        reference_logprobs=(
-            from_array(trajectory.reference_logprobs) if trajectory.HasField("reference_logprobs") else None
-        ),
-        spans=tuple((span.policy_version, span.num_tokens) for span in trajectory.spans),
-        stop_reason=protos.StopReason.Name(trajectory.stop_reason).removeprefix("STOP_REASON_").lower(),
-        server=trajectory.server,
-    )

@@ -12,8 +12,9 @@ from pydantic import AfterValidator, Field, FiniteFloat, ValidationInfo, model_v
 from trainer.correction_config import CorrectionConfig
 from trainer.guards_config import GuardsConfig
 from trainer.kl_config import KlSettings
-from trainer.plugins import Kind, check
 from trainer.lora_config import LoraConfig
+from trainer.parallel_config import ParallelConfig
+from trainer.plugins import Kind, check
 from trainer.section import Section, one_of
 
 ADVANTAGE_ESTIMATORS = (
@@ -39,7 +40,7 @@ CHECKED = {"checked": True}
 """Validation context of a config that was checked at the start of the run: a user's files may be on another machine."""
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 OffloadMode = Literal["none", "optimizer", "all"]
-ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+ATTENTION_IMPLEMENTATIONS = ("packed", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
 def _found(kind: Kind) -> Callable[[str, ValidationInfo], str]:
@@ -165,6 +166,11 @@ class AlgorithmConfig(KlSettings):
         "entropy and KL are then missing from the step's means",
     )
 
+    @property
+    def with_baseline(self) -> bool:
+        """Whether each prompt has a greedy sample beside those that are trained on: its reward is their baseline."""
+        return self.adv_estimator == "remax"
+
     @model_validator(mode="after")
     def _estimator_fits(self) -> Self:
         if (self.adv_estimator == "gdpo") != bool(self.gdpo_weights):
@@ -185,11 +191,6 @@ class AlgorithmConfig(KlSettings):
         if isinstance(fields, dict) and fields.get("loss") == "bypass":
             return {"old_logprobs": "behaviour", **fields}
         return fields
-
-    @property
-    def with_baseline(self) -> bool:
-        """Whether each prompt has a greedy sample beside those that are trained on: its reward is their baseline."""
-        return self.adv_estimator == "remax"
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
@@ -280,12 +281,22 @@ class TrainerConfig(Section):
     )
     attn_implementation: Annotated[
         str, AfterValidator(one_of("attention implementation", ATTENTION_IMPLEMENTATIONS))
-    ] = Field(default="sdpa", description="attention kernel of transformers")
+    ] = Field(
+        default="packed",
+        description="attention kernel: packed (PyTorch's own for sequences of any lengths), or one of transformers; sdpa"
+        " and eager build a mask of all tokens by all tokens of a micro-batch",
+    )
     max_tokens_per_microbatch: int = Field(
-        default=16384, ge=1, description="tokens, padding included, in one forward; a longer sample goes alone"
+        default=16384, ge=1, description="tokens in one forward of a rank; a longer sample goes alone, never cut"
     )
     max_logits_mib: int = Field(default=256, ge=1, description="bound on one float32 [tokens, vocab] block, in MiB")
     gradient_checkpointing: bool = Field(default=False, description="recompute activations in backward to save memory")
+    recomputed_share: float = Field(
+        default=1.0, gt=0, le=1, description="gradient_checkpointing: share of the layers that recompute"
+    )
+    compile: bool = Field(
+        default=False, description="torch.compile of each layer and of the logprobs: minutes at the start, then faster"
+    )
     offload: OffloadMode = Field(
         default="none",
         description="what lies in host memory while it is not needed: moments between updates (optimizer), also the"
@@ -296,6 +307,7 @@ class TrainerConfig(Section):
     )
     threads: int = Field(default=0, ge=0, description="CPU threads of torch; 0: as torch finds it")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of torch, numpy and python at start")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="ranks, FSDP2 and mixed precision")
     lora: LoraConfig | None = Field(default=None, description="train low-rank adapters only; null: every weight")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="estimator, loss and their numbers")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule")

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trainer.batch import Trajectory
-from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from trainer.parallel.start import seat, start
+from trainer.parallel_config import ParallelConfig
 from trainer.step import Learner
 
 VOCABULARY = 17

@@ -5,8 +5,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from trainer.config import ParallelConfig
 from trainer.layers import repeated_layers
+from trainer.parallel_config import ParallelConfig
 
 
 def shard(policy: nn.Module, mesh: DeviceMesh, config: ParallelConfig, *, offload: bool) -> None:

@@ -48,7 +48,7 @@ def test_the_trainer_comes_first_and_each_server_has_its_own() -> None:
 
 
 def test_what_the_parent_sees_is_what_is_shared_out() -> None:
-    found = placement(config(rollout_servers=1, trainer_gpus=2), ("5", "GPU-ab", "7"))
+    found = placement(config(rollout_servers=1, trainer_ranks=2), ("5", "GPU-ab", "7"))
     assert found == {"trainer": "5,GPU-ab", "rollout-0": "7"}
 
 
@@ -61,7 +61,7 @@ def test_too_few_are_shared_unless_somebody_has_counted_on_them() -> None:
     assert placement(config(rollout_servers=4), FOUR) == {}
     assert placement(config(), ()) == {}
     assert "takes 5 GPUs (2 trainer + 1 rollout-0 + 1 rollout-1 + 1 rollout-2) and this box has 4" in problem(
-        config(rollout_servers=3, trainer_gpus=2)
+        config(rollout_servers=3, trainer_ranks=2)
     )
 
 
@@ -112,7 +112,7 @@ def test_who_shares_is_placed_on_the_first_cards_however_many_there_are() -> Non
     }
     assert placement(config(share_gpu=True), ()) == {}
     assert "launch.share_gpu: trainer takes 3 GPUs and this box has 2" in problem(
-        config(share_gpu=True, trainer_gpus=3), ("0", "1")
+        config(share_gpu=True, trainer_ranks=3), ("0", "1")
     )
 
 
