@@ -141,11 +141,12 @@ def evaluate(
 def export(
     source: Annotated[Path, typer.Argument(help="run folder or checkpoint")],
     out: Annotated[Path, typer.Argument(help="folder to write")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="of a LoRA run: the adapter alone, for PEFT")] = False,
 ) -> None:
-    """Copy the newest whole checkpoint as a folder that AutoModelForCausalLM and vLLM load."""
+    """Write the newest whole checkpoint as a folder that AutoModelForCausalLM and vLLM load."""
     from services.export import export_model
 
-    leave(export_model(source, out))
+    leave(export_model(source, out, adapter=adapter))
 
 
 @app.command("make-model", context_settings=OVERRIDES)

@@ -1,9 +1,10 @@
-"""`offbeat export`: a checkpoint as a plain Hugging Face folder."""
+"""`offbeat export`: a checkpoint as a plain Hugging Face folder, or the adapter of a LoRA run as a PEFT folder."""
 
 from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 TRAINING_ONLY = {"optimizer.safetensors", "state.json", "manifest.json"}
@@ -29,19 +30,46 @@ def newest_checkpoint(source: Path) -> Path:
     return path
 
 
-def export_model(source: Path, out: Path) -> int:
-    """Copy what AutoModelForCausalLM and vLLM need; refuses to write into a folder that holds something."""
+def export_model(source: Path, out: Path, *, adapter: bool = False) -> int:
+    """Write what AutoModelForCausalLM and vLLM need; refuses to write into a folder that holds something.
+
+    adapter: of a LoRA run only the adapter, for PEFT.
+    """
     try:
         checkpoint = newest_checkpoint(source)
-    except ValueError as error:
+        if out.exists() and any(out.iterdir()):
+            raise ValueError(f"{out}: is not empty")
+        export_checkpoint(checkpoint, out, adapter=adapter)
+    except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    if out.exists() and any(out.iterdir()):
-        print(f"{out}: is not empty", file=sys.stderr)
-        return 2
-    out.mkdir(parents=True, exist_ok=True)
-    for file in sorted(checkpoint.iterdir()):
-        if file.name not in TRAINING_ONLY:
-            shutil.copyfile(file, out / file.name)
     print(f"{checkpoint} -> {out}")
     return 0
+
+
+def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool) -> None:
+    """ValueError where an adapter is wanted and there is none, or the model that it belongs to is gone."""
+    has_adapter = (checkpoint / "adapter_config.json").is_file()
+    if adapter and not has_adapter:
+        raise ValueError(f"{checkpoint}: holds a whole model and no adapter")
+    if has_adapter and not adapter:
+        write_merged(checkpoint, out)
+    else:
+        copy_all((file for file in sorted(checkpoint.iterdir()) if file.name not in TRAINING_ONLY), out)
+
+
+def write_merged(checkpoint: Path, out: Path) -> None:
+    """The base model with the adapter in its weights."""
+    from trainer.adapter_files import merged_model
+    from trainer.model import model_files
+
+    model, base = merged_model(checkpoint)
+    out.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(out)  # type: ignore[operator]
+    copy_all(model_files(base), out)
+
+
+def copy_all(files: Iterable[Path], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        shutil.copyfile(file, out / file.name)

@@ -4,7 +4,8 @@
     copies tensors         slow, on any thread            files, fsync, manifest last
 
 `step_N/` holds model.safetensors, optimizer.safetensors, state.json, the model's config and tokenizer files, and
-manifest.json. There is no pickle in it.
+manifest.json. There is no pickle in it. With trainer.lora it is small: the adapter instead of the model, as PEFT has
+it, and in state.json what it belongs to.
 """
 
 import contextlib
@@ -24,8 +25,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainer import durable
+from trainer.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, saved_adapter
 from trainer.config import CheckpointConfig, TrainerConfig
-from trainer.model import model_files, model_folder
+from trainer.lora import located
+from trainer.model import CONFIG_FILES, model_files, model_folder
 from trainer.randomness import random_states, set_random_states
 from trainer.step import Learner
 
@@ -46,6 +49,7 @@ class Snapshot:
     """A moment of training, on the CPU, shared with nothing."""
 
     step: int
+    weights_file: str
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     """By parameter name and state name, `layer.weight/exp_avg`."""
@@ -53,6 +57,8 @@ class Snapshot:
     """The content of state.json."""
     files: tuple[Path, ...]
     """Config and tokenizer files to copy."""
+    texts: dict[str, str]
+    """Further files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +81,19 @@ def snapshot(learner: Learner, *, step: int, policy_version: int, extra: dict[st
         "kl_coef": learner.kl_coef,
         "random": random_states(),
         "config_hash": config_hash(learner.config),
+        "base": _base(learner),
         "extra": json.loads(json.dumps(extra or {})),
     }
+    files = model_files(model_folder(learner.config.model))
+    with_adapter = learner.config.lora is not None
     return Snapshot(
         step=step,
+        weights_file=_weights_file(learner),
         model={name: _copy(tensor) for name, tensor in _weights(learner).items()},
         optimizer={name: _copy(tensor) for name, tensor in _moments(learner).items()},
         state=state,
-        files=tuple(model_files(model_folder(learner.config.model))),
+        files=tuple(file for file in files if not (with_adapter and file.name in CONFIG_FILES)),
+        texts={ADAPTER_CONFIG: adapter_config(learner.model)} if with_adapter else {},
     )
 
 
@@ -92,7 +103,8 @@ def restore(folder: Path, learner: Learner) -> Restored:
     Raises CheckpointFailed, with `learner` untouched, when its tensors are not those of the learner's model.
     """
     state = json.loads(durable.read_bytes(folder / "state.json"))
-    weights, moments = load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors")
+    _check_kind(folder, state.get("base"), learner)
+    weights, moments = load_file(folder / _weights_file(learner)), load_file(folder / "optimizer.safetensors")
     targets = _weights(learner)
     _check_fit(folder, weights, targets)
     with torch.no_grad():
@@ -215,16 +227,33 @@ class CheckpointStore:
 
 def _fill(folder: Path, taken: Snapshot) -> None:
     folder.mkdir(mode=0o700)
-    save_file(taken.model, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(taken.model, folder / taken.weights_file, metadata={"format": "pt"})
     save_file(taken.optimizer, folder / "optimizer.safetensors")
     durable.write_bytes(folder / "state.json", json.dumps(taken.state).encode())
+    for name, text in taken.texts.items():
+        durable.write_bytes(folder / durable.checked_name(name), text.encode())
     for file in taken.files:
         durable.write_bytes(folder / durable.checked_name(file.name), file.read_bytes())
     durable.seal(folder, {"format": FORMAT, "step": taken.step})
 
 
+def _weights_file(learner: Learner) -> str:
+    return "model.safetensors" if learner.config.lora is None else ADAPTER_WEIGHTS
+
+
+def _base(learner: Learner) -> dict[str, Any] | None:
+    """What the adapter of a LoRA run belongs to."""
+    config = learner.config
+    if config.lora is None:
+        return None
+    fingerprint = str(learner.model.fingerprint_of_base)
+    return {"model": located(config.model), "dtype": config.dtype, "fingerprint": fingerprint}
+
+
 def _weights(learner: Learner) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name; a tied parameter stands once, as transformers saves it."""
+    """Parameters and saved buffers by name; a tied parameter stands once, as transformers saves it. LoRA: A and B."""
+    if learner.config.lora is not None:
+        return saved_adapter(learner.model)
     saved = learner.model.state_dict(keep_vars=True)
     tensors: dict[str, Tensor] = {**dict(learner.model.named_parameters()), **dict(learner.model.named_buffers())}
     return {name: tensor for name, tensor in tensors.items() if name in saved}
@@ -249,6 +278,16 @@ def _set_moments(learner: Learner, moments: dict[str, Tensor]) -> None:
         if name in by_name:
             states = by_name[name].items()
             learner.optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in states}
+
+
+def _check_kind(folder: Path, base: dict[str, Any] | None, learner: Learner) -> None:
+    """A whole model fits a whole one only, and an adapter the base that it was trained on."""
+    own = _base(learner)
+    if (base is None) != (own is None):
+        wanted = "holds a whole model, and trainer.lora is set" if base is None else "needs trainer.lora"
+        raise CheckpointFailed(f"{folder} {wanted}")
+    if base and own and base["fingerprint"] != own["fingerprint"]:
+        raise CheckpointFailed(f"{folder} belongs to {base['model']} in {base['dtype']}; {own['model']} differs")
 
 
 def _check_fit(folder: Path, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

@@ -10,6 +10,7 @@ import difflib
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ BASE = ".base_layer."
 def attach_adapter(model: nn.Module, config: LoraConfig, *, base_model: str = "") -> nn.Module:
     """Put an adapter into `model` and freeze all else; leaves the global seeds alone. Gives `model` back.
 
-    base_model: what adapter_config.json will name. ValueError where a target does not exist, or PEFT is missing.
+    It then has a `fingerprint_of_base`. base_model: what adapter_config.json will name. ValueError where a target does
+    not exist, or PEFT is missing.
     """
     try:
         from peft import LoraConfig as PeftLora
@@ -36,15 +38,16 @@ def attach_adapter(model: nn.Module, config: LoraConfig, *, base_model: str = ""
         raise ValueError("trainer.lora needs PEFT: pip install 'offbeat[train]'") from error
     settings = PeftLora(
         r=config.rank,
-        lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,  # type: ignore[arg-type]
+        lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,
         use_rslora=config.rslora,
         lora_dropout=0.0,
         bias="none",
         target_modules=sorted(target_names(model, config)),
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base_model,
+        base_model_name_or_path=located(base_model),
     )
     model.requires_grad_(False)
+    model.__dict__["fingerprint_of_base"] = base_fingerprint(model)  # before it is sharded
     with torch.random.fork_rng(devices=[]):  # PEFT draws A on the CPU, whatever the device
         torch.manual_seed(config.seed)
         inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
@@ -52,6 +55,11 @@ def attach_adapter(model: nn.Module, config: LoraConfig, *, base_model: str = ""
         if parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, config.dtype))
     return model
+
+
+def located(model: str) -> str:
+    """A folder's absolute path; a hub id as it is."""
+    return str(Path(model).resolve()) if model and Path(model).exists() else model
 
 
 def target_names(model: nn.Module, config: LoraConfig) -> set[str]:
