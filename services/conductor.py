@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,6 +35,7 @@ import protos
 from services.actor import Actor, Bind, cancel
 from services.book import Batch, Book, Sample, State
 from services.desk import Desk
+from services.ending import Ending, farewell
 from services.errors import PeerError
 from services.generation import Generation
 from services.health import Health
@@ -53,13 +53,11 @@ from services.training import Training
 if TYPE_CHECKING:
     from services.config import Config
 
-logger = logging.getLogger(__name__)
 Message = Callable[[], None]
 TICK_SECONDS = 0.2
 MAILBOX_SIZE = 100_000
 GATHER_SECONDS = 0.002
 """After a first message the loop waits this long for more: fewer, fuller messages leave it."""
-FAREWELL_SECONDS = 10.0
 
 
 class Conductor(Actor):
@@ -72,7 +70,8 @@ class Conductor(Actor):
         self.config = config
         self.folder = folder
         self.paused = False
-        self.finished = asyncio.Event()
+        self.ending = Ending()
+        self.finished = self.ending.finished
         self.mailbox: asyncio.Queue[Message] = asyncio.Queue(MAILBOX_SIZE)
         self.roster = Roster(heartbeat_seconds=config.conductor.heartbeat_seconds)
         self.health = Health(
@@ -172,6 +171,7 @@ class Conductor(Actor):
             incarnation=lambda: self.incarnation,
             post=self.post,
             on_report=self.reported,
+            on_stop=lambda report: self.ending.stop(report, self.journalist),
             on_push=self.pushed,
             on_checkpoint=self.checkpointed,
             on_end=self.stream_ended,
@@ -204,7 +204,8 @@ class Conductor(Actor):
                 while not self.mailbox.empty():
                     self.mailbox.get_nowait()()
                 await self.pump()
-            await self._farewell()
+            await farewell(self.roster.members)
+            self.drain()
         finally:
             await cancel(ticker)
 
@@ -228,7 +229,8 @@ class Conductor(Actor):
         """Close the streams and the ledger; what was in hand is found again at the next start."""
         for stage in (self.generation, self.judging, self.referring, self.training, self.sharing):
             await stage.close()
-        self.journalist.summarize(self.status(), num_tokens=self.generation.num_tokens)
+        self.journalist.summarize(self.status(), num_tokens=self.generation.num_tokens, stopped=self.ending.stopped)
+        self.ending.check()
 
     async def close(self) -> None:
         """Stop answering, then commit and close the files, also after a setup or a loop that failed."""
@@ -360,16 +362,6 @@ class Conductor(Actor):
             self.journalist.tell("warning", self.name, "the last checkpoint was not saved", why=error)
         self.finished.set()
         self.journalist.tell("finished", self.name, "the run is finished", **self.progress())
-
-    async def _farewell(self) -> None:
-        """Answer heartbeats until everybody has heard that the run is over."""
-        try:
-            async with asyncio.timeout(FAREWELL_SECONDS):
-                while self.roster.members:
-                    await asyncio.sleep(0.05)
-        except TimeoutError:
-            logger.warning("some services did not leave", extra={"facts": {"names": list(self.roster.members)}})
-        self.drain()
 
     def progress(self) -> dict[str, Any]:
         return {"step": self.book.trained_step, "pushed": self.book.pushed_version, "accepted": self.book.accepted}

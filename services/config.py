@@ -243,11 +243,11 @@ class Config(Section):
             else "",
             "launch.share_gpu and launch.gpus both place services: say one" if launch.share_gpu and launch.gpus else "",
             *self._gdpo_problems(),
+            *self.evaluation.problems(data=self.data, group_size=in_group, num_at_once=2 * smallest),
             *(self._time_sharing_problems() if launch.time_sharing else ()),
         ]
 
     def _gdpo_problems(self) -> Iterator[str]:
-            *self.evaluation.problems(data=self.data, group_size=in_group, num_at_once=2 * smallest),
         """Parts of the reward that nobody gives."""
         functions = [function.label for function in self.reward.functions]
         for name in self.trainer.algorithm.gdpo_weights:
@@ -300,9 +300,6 @@ class Config(Section):
             ignore_eos=sampling.ignore_eos,
         )
 
-    def prompts(self) -> NextPrompt:
-        """Position in the endless prompt stream -> prompt; reads the data. ConfigError where it cannot be used."""
-        from rollout.prompts import PromptStream
     def evaluation_sampling(self) -> protos.SamplingParams:
         """How the samples of an evaluation are drawn."""
         sampling = self.sampling()
@@ -310,6 +307,9 @@ class Config(Section):
         sampling.max_tokens = self.evaluation.max_tokens or sampling.max_tokens
         return sampling
 
+    def prompts(self) -> NextPrompt:
+        """Position in the endless prompt stream -> prompt; reads the data. ConfigError where it cannot be used."""
+        from rollout.prompts import PromptStream
 
         stream = PromptStream(rows_of(self.data, "data"), seed=self.data.seed, shuffle=self.data.shuffle)
 

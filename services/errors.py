@@ -4,6 +4,7 @@ OffbeatError
   ConfigError          the user's config is wrong: told at start, exit code 2
   Replaced             another process has taken this service's place: told, exit code 3
   Broken               a service that had joined can work no more; a fresh process may: exit code 4
+  RunStopped           a guard of the trainer has ended the run; nothing is started again: exit code 5
   PeerError            a call to another service failed
     PeerUnavailable    it is not there, or went away (worth another try)
     PeerRefused        it is there and says no: fenced, wrong state, bad request (never retried)
@@ -36,6 +37,10 @@ class Replaced(OffbeatError):
 
 class Broken(OffbeatError):
     """What failed is in the service's log; the launcher starts it again."""
+
+
+class RunStopped(OffbeatError):
+    """The run as it is would end the same way again; its settings or its data have to change."""
 
 
 class PeerError(OffbeatError):

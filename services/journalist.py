@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 RECENT_EVENTS = 500
+WARNINGS = ("lost", "evicted", "warning", "quarantined", "skipped", "stopped")
+"""Kinds of events that are logged as such."""
 SHOWN = ("reward_mean", "loss", "kl", "grad_norm", "staleness_mean")
 
 
@@ -57,7 +59,7 @@ class Journalist:
     def tell(self, kind: str, service: str, message: str, **facts: Any) -> None:
         """One event for the file, the log and the watchers."""
         labels = {key: str(value) for key, value in facts.items()}
-        level = logging.WARNING if kind in ("lost", "evicted", "warning", "quarantined") else logging.INFO
+        level = logging.WARNING if kind in WARNINGS else logging.INFO
         logger.log(level, "%s %s", service, message, extra={"facts": labels})
         self._publish(protos.TelemetryEvent(kind=kind, service=service, message=message, labels=labels))
 
@@ -89,6 +91,16 @@ class Journalist:
         if report.step % self.config.run.log_every == 0:
             logger.info("step", extra={"facts": {"step": report.step, **shown(metrics)}})
         self._publish(protos.TelemetryEvent(kind="step", service="trainer", message="step", values=metrics))
+        self._guarded(report)
+
+    def _guarded(self, report: protos.StepReport) -> None:
+        """What the trainer's guards have found in a step."""
+        for skip in report.skipped_updates:
+            keys = {"samples": ",".join(skip.samples), "suspects": ",".join(skip.suspects)}
+            self.tell("skipped", "trainer", "an update was left out", step=report.step, why=skip.reason, **keys)
+        for alarm in report.alarms:
+            facts = {"alarm": alarm.name, "value": f"{alarm.value:.6g}", "threshold": f"{alarm.threshold:.6g}"}
+            self.tell("warning", "trainer", "a figure is out of bounds", step=report.step, **facts)
 
     def push(self, push: protos.PushReport) -> None:
         """A version has reached the rollout servers, or a crew of them."""
@@ -129,11 +141,12 @@ class Journalist:
         self._quarantine.write(record)
         self.tell("quarantined", "conductor", "a sample was put aside", sample=sample.key, why=reason)
 
-    def summarize(self, status: protos.ConductorStatusReply, *, num_tokens: int) -> dict[str, Any]:
-        """Write summary.json: what the run came to."""
+    def summarize(self, status: protos.ConductorStatusReply, *, num_tokens: int, stopped: str) -> dict[str, Any]:
+        """Write summary.json: what the run came to, and why where a guard has stopped it."""
         seconds, ledger = self.seconds(), status.ledger
         summary = {
             "run_id": status.run_id,
+            **({"stopped": stopped} if stopped else {}),
             "steps": status.step,
             "samples": ledger.trained,
             "pushes": self.num_pushes,

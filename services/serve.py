@@ -12,14 +12,15 @@ import yaml
 from services.actor import Actor, Bind, run_process, run_until_signalled
 from services.compose import load_config
 from services.config import Config
-from services.errors import Broken, ConfigError, OffbeatError, PeerError, Replaced
+from services.errors import Broken, ConfigError, OffbeatError, PeerError, Replaced, RunStopped
 from services.telemetry import set_up_logging
 
 ROLES = ("conductor", "rollout", "reward", "reference", "trainer")
 ADDRESS_FILE = "conductor.address"
-REPLACED, BROKEN = 3, 4
-EXIT_CODES: dict[type[Exception], int] = {Replaced: REPLACED, Broken: BROKEN}
-"""Of a service that had joined the run; one that could not join exits with 1, one with a wrong config with 2."""
+REPLACED, BROKEN, STOPPED = 3, 4, 5
+EXIT_CODES: dict[type[Exception], int] = {Replaced: REPLACED, Broken: BROKEN, RunStopped: STOPPED}
+"""Of a service that had joined the run, and STOPPED of the conductor; one that could not join exits with 1, one with a
+wrong config with 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

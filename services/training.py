@@ -52,6 +52,7 @@ class Training:
         incarnation: Callable[[], int],
         post: Callable[[Callable[[], None]], None],
         on_report: Callable[[protos.StepReport, Batch], None],
+        on_stop: Callable[[protos.StepReport], None],
         on_push: Callable[[protos.PushReport], None],
         on_checkpoint: Callable[[protos.CheckpointReport], None],
         on_end: Callable[[str, str], None],
@@ -71,6 +72,7 @@ class Training:
         self._members = members
         self._post = post
         self._on_report = on_report
+        self._on_stop = on_stop
         self._on_push = on_push
         self._on_checkpoint = on_checkpoint
         self._on_end = on_end
@@ -258,6 +260,8 @@ class Training:
             batch = self.book.batches.get(reply.report.step)
             if batch is not None and self.book.train(reply.report.step):
                 self._on_report(reply.report, batch)
+            if reply.report.stop_reason:  # also of a step that was counted before the conductor died
+                self._on_stop(reply.report)
         if reply.HasField("push"):
             if not reply.push.waiting:
                 self._idle.set()

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.generated import trajectory_pb2 as trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rtrainer.proto\x12\noffbeat.v1\x1a\x10trajectory.proto\"r\n\x0fTrajectoryBatch\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12,\n\x0ctrajectories\x18\x03 \x03(\x0b\x32\x16.offbeat.v1.Trajectory\x12\x0e\n\x06replay\x18\x04 \x01(\x08\":\n\x0cTrainRequest\x12*\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1b.offbeat.v1.TrajectoryBatch\"U\n\x0eServerMismatch\x12\x0e\n\x06server\x18\x01 \x01(\t\x12\x11\n\tstaleness\x18\x02 \x01(\x04\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\x12\x0c\n\x04mean\x18\x04 \x01(\x01\"\xaf\x02\n\nStepReport\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x34\n\x07metrics\x18\x04 \x03(\x0b\x32#.offbeat.v1.StepReport.MetricsEntry\x12\x14\n\x0cstep_seconds\x18\x05 \x01(\x02\x12\x14\n\x0cwait_seconds\x18\x06 \x01(\x02\x12\x0e\n\x06replay\x18\x07 \x01(\x08\x12\x14\n\x0cweights_hash\x18\x08 \x01(\t\x12.\n\nmismatches\x18\t \x03(\x0b\x32\x1a.offbeat.v1.ServerMismatch\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"T\n\x10\x43heckpointReport\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\x13\n\x0boldest_step\x18\x04 \x01(\x04\"\x8c\x01\n\nTrainReply\x12&\n\x06report\x18\x01 \x01(\x0b\x32\x16.offbeat.v1.StepReport\x12$\n\x04push\x18\x02 \x01(\x0b\x32\x16.offbeat.v1.PushReport\x12\x30\n\ncheckpoint\x18\x03 \x01(\x0b\x32\x1c.offbeat.v1.CheckpointReport\"\xbf\x02\n\nPushReport\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x11\n\tcommitted\x18\x03 \x03(\t\x12\x32\n\x06\x66\x61iled\x18\x04 \x03(\x0b\x32\".offbeat.v1.PushReport.FailedEntry\x12\x0f\n\x07seconds\x18\x05 \x01(\x02\x12\x18\n\x10transfer_seconds\x18\x06 \x01(\x02\x12\x15\n\rstall_seconds\x18\x07 \x01(\x02\x12\x11\n\tnum_bytes\x18\x08 \x01(\x04\x12\x11\n\ttransport\x18\t \x01(\t\x12\x15\n\rbegin_seconds\x18\n \x01(\x02\x12\x0f\n\x07waiting\x18\x0b \x03(\t\x1a-\n\x0b\x46\x61iledEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"t\n\x0eRolloutAddress\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x15\n\rneeds_version\x18\x03 \x01(\x08\x12\x14\n\x0c\x63\x61pabilities\x18\x04 \x03(\t\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x04\"\\\n\x13SyncRolloutsRequest\x12+\n\x07servers\x18\x01 \x03(\x0b\x32\x1a.offbeat.v1.RolloutAddress\x12\x18\n\x10whole_membership\x18\x02 \x01(\x08\"9\n\x11SyncRolloutsReply\x12$\n\x04push\x18\x01 \x01(\x0b\x32\x16.offbeat.v1.PushReport\"\r\n\x0bSaveRequest\"=\n\tSaveReply\x12\x30\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x1c.offbeat.v1.CheckpointReport\"\x1d\n\rExportRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x1b\n\x0b\x45xportReply\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x16\n\x14TrainerStatusRequest\"W\n\x12TrainerStatusReply\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x03 \x01(\t2\xda\x02\n\x07Trainer\x12=\n\x05Train\x12\x18.offbeat.v1.TrainRequest\x1a\x16.offbeat.v1.TrainReply(\x01\x30\x01\x12N\n\x0cSyncRollouts\x12\x1f.offbeat.v1.SyncRolloutsRequest\x1a\x1d.offbeat.v1.SyncRolloutsReply\x12\x36\n\x04Save\x12\x17.offbeat.v1.SaveRequest\x1a\x15.offbeat.v1.SaveReply\x12<\n\x06\x45xport\x12\x19.offbeat.v1.ExportRequest\x1a\x17.offbeat.v1.ExportReply\x12J\n\x06Status\x12 .offbeat.v1.TrainerStatusRequest\x1a\x1e.offbeat.v1.TrainerStatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rtrainer.proto\x12\noffbeat.v1\x1a\x10trajectory.proto\"r\n\x0fTrajectoryBatch\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12,\n\x0ctrajectories\x18\x03 \x03(\x0b\x32\x16.offbeat.v1.Trajectory\x12\x0e\n\x06replay\x18\x04 \x01(\x08\":\n\x0cTrainRequest\x12*\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1b.offbeat.v1.TrajectoryBatch\"U\n\x0eServerMismatch\x12\x0e\n\x06server\x18\x01 \x01(\t\x12\x11\n\tstaleness\x18\x02 \x01(\x04\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\x12\x0c\n\x04mean\x18\x04 \x01(\x01\"B\n\rSkippedUpdate\x12\x0f\n\x07samples\x18\x01 \x03(\t\x12\x10\n\x08suspects\x18\x02 \x03(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"7\n\x05\x41larm\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x11\n\tthreshold\x18\x03 \x01(\x01\"\x9b\x03\n\nStepReport\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x34\n\x07metrics\x18\x04 \x03(\x0b\x32#.offbeat.v1.StepReport.MetricsEntry\x12\x14\n\x0cstep_seconds\x18\x05 \x01(\x02\x12\x14\n\x0cwait_seconds\x18\x06 \x01(\x02\x12\x0e\n\x06replay\x18\x07 \x01(\x08\x12\x14\n\x0cweights_hash\x18\x08 \x01(\t\x12.\n\nmismatches\x18\t \x03(\x0b\x32\x1a.offbeat.v1.ServerMismatch\x12\x32\n\x0fskipped_updates\x18\n \x03(\x0b\x32\x19.offbeat.v1.SkippedUpdate\x12!\n\x06\x61larms\x18\x0b \x03(\x0b\x32\x11.offbeat.v1.Alarm\x12\x13\n\x0bstop_reason\x18\x0c \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"T\n\x10\x43heckpointReport\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\x13\n\x0boldest_step\x18\x04 \x01(\x04\"\x8c\x01\n\nTrainReply\x12&\n\x06report\x18\x01 \x01(\x0b\x32\x16.offbeat.v1.StepReport\x12$\n\x04push\x18\x02 \x01(\x0b\x32\x16.offbeat.v1.PushReport\x12\x30\n\ncheckpoint\x18\x03 \x01(\x0b\x32\x1c.offbeat.v1.CheckpointReport\"\xbf\x02\n\nPushReport\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x11\n\tcommitted\x18\x03 \x03(\t\x12\x32\n\x06\x66\x61iled\x18\x04 \x03(\x0b\x32\".offbeat.v1.PushReport.FailedEntry\x12\x0f\n\x07seconds\x18\x05 \x01(\x02\x12\x18\n\x10transfer_seconds\x18\x06 \x01(\x02\x12\x15\n\rstall_seconds\x18\x07 \x01(\x02\x12\x11\n\tnum_bytes\x18\x08 \x01(\x04\x12\x11\n\ttransport\x18\t \x01(\t\x12\x15\n\rbegin_seconds\x18\n \x01(\x02\x12\x0f\n\x07waiting\x18\x0b \x03(\t\x1a-\n\x0b\x46\x61iledEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"t\n\x0eRolloutAddress\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x15\n\rneeds_version\x18\x03 \x01(\x08\x12\x14\n\x0c\x63\x61pabilities\x18\x04 \x03(\t\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x04\"\\\n\x13SyncRolloutsRequest\x12+\n\x07servers\x18\x01 \x03(\x0b\x32\x1a.offbeat.v1.RolloutAddress\x12\x18\n\x10whole_membership\x18\x02 \x01(\x08\"9\n\x11SyncRolloutsReply\x12$\n\x04push\x18\x01 \x01(\x0b\x32\x16.offbeat.v1.PushReport\"\r\n\x0bSaveRequest\"=\n\tSaveReply\x12\x30\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x1c.offbeat.v1.CheckpointReport\"\x1d\n\rExportRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x1b\n\x0b\x45xportReply\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x16\n\x14TrainerStatusRequest\"W\n\x12TrainerStatusReply\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x03 \x01(\t2\xda\x02\n\x07Trainer\x12=\n\x05Train\x12\x18.offbeat.v1.TrainRequest\x1a\x16.offbeat.v1.TrainReply(\x01\x30\x01\x12N\n\x0cSyncRollouts\x12\x1f.offbeat.v1.SyncRolloutsRequest\x1a\x1d.offbeat.v1.SyncRolloutsReply\x12\x36\n\x04Save\x12\x17.offbeat.v1.SaveRequest\x1a\x15.offbeat.v1.SaveReply\x12<\n\x06\x45xport\x12\x19.offbeat.v1.ExportRequest\x1a\x17.offbeat.v1.ExportReply\x12J\n\x06Status\x12 .offbeat.v1.TrainerStatusRequest\x1a\x1e.offbeat.v1.TrainerStatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,36 +42,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAINREQUEST']._serialized_end=221
   _globals['_SERVERMISMATCH']._serialized_start=223
   _globals['_SERVERMISMATCH']._serialized_end=308
-  _globals['_STEPREPORT']._serialized_start=311
-  _globals['_STEPREPORT']._serialized_end=614
-  _globals['_STEPREPORT_METRICSENTRY']._serialized_start=568
-  _globals['_STEPREPORT_METRICSENTRY']._serialized_end=614
-  _globals['_CHECKPOINTREPORT']._serialized_start=616
-  _globals['_CHECKPOINTREPORT']._serialized_end=700
-  _globals['_TRAINREPLY']._serialized_start=703
-  _globals['_TRAINREPLY']._serialized_end=843
-  _globals['_PUSHREPORT']._serialized_start=846
-  _globals['_PUSHREPORT']._serialized_end=1165
-  _globals['_PUSHREPORT_FAILEDENTRY']._serialized_start=1120
-  _globals['_PUSHREPORT_FAILEDENTRY']._serialized_end=1165
-  _globals['_ROLLOUTADDRESS']._serialized_start=1167
-  _globals['_ROLLOUTADDRESS']._serialized_end=1283
-  _globals['_SYNCROLLOUTSREQUEST']._serialized_start=1285
-  _globals['_SYNCROLLOUTSREQUEST']._serialized_end=1377
-  _globals['_SYNCROLLOUTSREPLY']._serialized_start=1379
-  _globals['_SYNCROLLOUTSREPLY']._serialized_end=1436
-  _globals['_SAVEREQUEST']._serialized_start=1438
-  _globals['_SAVEREQUEST']._serialized_end=1451
-  _globals['_SAVEREPLY']._serialized_start=1453
-  _globals['_SAVEREPLY']._serialized_end=1514
-  _globals['_EXPORTREQUEST']._serialized_start=1516
-  _globals['_EXPORTREQUEST']._serialized_end=1545
-  _globals['_EXPORTREPLY']._serialized_start=1547
-  _globals['_EXPORTREPLY']._serialized_end=1574
-  _globals['_TRAINERSTATUSREQUEST']._serialized_start=1576
-  _globals['_TRAINERSTATUSREQUEST']._serialized_end=1598
-  _globals['_TRAINERSTATUSREPLY']._serialized_start=1600
-  _globals['_TRAINERSTATUSREPLY']._serialized_end=1687
-  _globals['_TRAINER']._serialized_start=1690
-  _globals['_TRAINER']._serialized_end=2036
+  _globals['_SKIPPEDUPDATE']._serialized_start=310
+  _globals['_SKIPPEDUPDATE']._serialized_end=376
+  _globals['_ALARM']._serialized_start=378
+  _globals['_ALARM']._serialized_end=433
+  _globals['_STEPREPORT']._serialized_start=436
+  _globals['_STEPREPORT']._serialized_end=847
+  _globals['_STEPREPORT_METRICSENTRY']._serialized_start=801
+  _globals['_STEPREPORT_METRICSENTRY']._serialized_end=847
+  _globals['_CHECKPOINTREPORT']._serialized_start=849
+  _globals['_CHECKPOINTREPORT']._serialized_end=933
+  _globals['_TRAINREPLY']._serialized_start=936
+  _globals['_TRAINREPLY']._serialized_end=1076
+  _globals['_PUSHREPORT']._serialized_start=1079
+  _globals['_PUSHREPORT']._serialized_end=1398
+  _globals['_PUSHREPORT_FAILEDENTRY']._serialized_start=1353
+  _globals['_PUSHREPORT_FAILEDENTRY']._serialized_end=1398
+  _globals['_ROLLOUTADDRESS']._serialized_start=1400
+  _globals['_ROLLOUTADDRESS']._serialized_end=1516
+  _globals['_SYNCROLLOUTSREQUEST']._serialized_start=1518
+  _globals['_SYNCROLLOUTSREQUEST']._serialized_end=1610
+  _globals['_SYNCROLLOUTSREPLY']._serialized_start=1612
+  _globals['_SYNCROLLOUTSREPLY']._serialized_end=1669
+  _globals['_SAVEREQUEST']._serialized_start=1671
+  _globals['_SAVEREQUEST']._serialized_end=1684
+  _globals['_SAVEREPLY']._serialized_start=1686
+  _globals['_SAVEREPLY']._serialized_end=1747
+  _globals['_EXPORTREQUEST']._serialized_start=1749
+  _globals['_EXPORTREQUEST']._serialized_end=1778
+  _globals['_EXPORTREPLY']._serialized_start=1780
+  _globals['_EXPORTREPLY']._serialized_end=1807
+  _globals['_TRAINERSTATUSREQUEST']._serialized_start=1809
+  _globals['_TRAINERSTATUSREQUEST']._serialized_end=1831
+  _globals['_TRAINERSTATUSREPLY']._serialized_start=1833
+  _globals['_TRAINERSTATUSREPLY']._serialized_end=1920
+  _globals['_TRAINER']._serialized_start=1923
+  _globals['_TRAINER']._serialized_end=2269
 # @@protoc_insertion_point(module_scope)

@@ -103,6 +103,62 @@ class ServerMismatch(google.protobuf.message.Message):
 Global___ServerMismatch: typing_extensions.TypeAlias = ServerMismatch
 
 @typing.final
+class SkippedUpdate(google.protobuf.message.Message):
+    """An optimizer update that was left out because its loss or its gradient norm was not finite."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SAMPLES_FIELD_NUMBER: builtins.int
+    SUSPECTS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    reason: builtins.str
+    """what was not finite"""
+    @property
+    def samples(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """keys GROUP/INDEX of the samples of the update"""
+
+    @property
+    def suspects(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """of these, the ones in micro-batches whose own loss was not finite"""
+
+    def __init__(
+        self,
+        *,
+        samples: collections.abc.Iterable[builtins.str] | None = ...,
+        suspects: collections.abc.Iterable[builtins.str] | None = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reason", b"reason", "samples", b"samples", "suspects", b"suspects"]) -> None: ...
+
+Global___SkippedUpdate: typing_extensions.TypeAlias = SkippedUpdate
+
+@typing.final
+class Alarm(google.protobuf.message.Message):
+    """A figure of the step that has crossed its threshold since the step before."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    THRESHOLD_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """of the setting of trainer.guards"""
+    value: builtins.float
+    """of the figure"""
+    threshold: builtins.float
+    """that the config sets"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        value: builtins.float = ...,
+        threshold: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "threshold", b"threshold", "value", b"value"]) -> None: ...
+
+Global___Alarm: typing_extensions.TypeAlias = Alarm
+
+@typing.final
 class StepReport(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -131,6 +187,9 @@ class StepReport(google.protobuf.message.Message):
     REPLAY_FIELD_NUMBER: builtins.int
     WEIGHTS_HASH_FIELD_NUMBER: builtins.int
     MISMATCHES_FIELD_NUMBER: builtins.int
+    SKIPPED_UPDATES_FIELD_NUMBER: builtins.int
+    ALARMS_FIELD_NUMBER: builtins.int
+    STOP_REASON_FIELD_NUMBER: builtins.int
     step: builtins.int
     """from 1"""
     policy_version: builtins.int
@@ -145,6 +204,8 @@ class StepReport(google.protobuf.message.Message):
     """the batch had been sent to an earlier incarnation"""
     weights_hash: builtins.str
     """names the weights after the step: sha256 over manifest and bucket checksums"""
+    stop_reason: builtins.str
+    """why the trainer goes no further; empty: it goes on"""
     @property
     def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """names of docs/metrics.md"""
@@ -152,6 +213,14 @@ class StepReport(google.protobuf.message.Message):
     @property
     def mismatches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ServerMismatch]:
         """of the step's batch, against the weights before the step"""
+
+    @property
+    def skipped_updates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SkippedUpdate]:
+        """of the step"""
+
+    @property
+    def alarms(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Alarm]:
+        """raised in the step"""
 
     def __init__(
         self,
@@ -165,8 +234,11 @@ class StepReport(google.protobuf.message.Message):
         replay: builtins.bool = ...,
         weights_hash: builtins.str = ...,
         mismatches: collections.abc.Iterable[Global___ServerMismatch] | None = ...,
+        skipped_updates: collections.abc.Iterable[Global___SkippedUpdate] | None = ...,
+        alarms: collections.abc.Iterable[Global___Alarm] | None = ...,
+        stop_reason: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "metrics", b"metrics", "mismatches", b"mismatches", "policy_version", b"policy_version", "replay", b"replay", "step", b"step", "step_seconds", b"step_seconds", "wait_seconds", b"wait_seconds", "weights_hash", b"weights_hash"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alarms", b"alarms", "incarnation", b"incarnation", "metrics", b"metrics", "mismatches", b"mismatches", "policy_version", b"policy_version", "replay", b"replay", "skipped_updates", b"skipped_updates", "step", b"step", "step_seconds", b"step_seconds", "stop_reason", b"stop_reason", "wait_seconds", b"wait_seconds", "weights_hash", b"weights_hash"]) -> None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
 

@@ -62,6 +62,7 @@ class Scene:
             incarnation=lambda: 1,
             post=post,
             on_report=lambda report, batch: self.batches.append(batch.keys),
+            on_stop=lambda report: None,
             on_push=self.pushed,
             on_checkpoint=lambda report: None,
             on_end=lambda name, reason: None,

@@ -83,6 +83,7 @@ class Scene:
             incarnation=lambda: 1,
             post=self.post,
             on_report=lambda report, batch: None,
+            on_stop=lambda report: None,
             on_push=lambda push: self.book.push(push.policy_version),
             on_checkpoint=lambda report: None,
             on_end=lambda name, reason: None,
