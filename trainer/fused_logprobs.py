@@ -198,4 +198,4 @@ def _kept_entropy(scores: tuple[Tensor, Tensor | None, Tensor | None], scoring: 
 @cache
 def _body(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
     """The function as it is, or with all that it does between two matmuls in few kernels."""
-    return torch.compile(function, dynamic=True) if compiled else function
+    return torch.compile(function) if compiled else function
