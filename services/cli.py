@@ -120,21 +120,46 @@ def status(
     leave(print_status(run))
 
 
-@app.command("eval")
+@app.command("eval", context_settings=OVERRIDES)
 def evaluate(
-    model: Annotated[str, typer.Option(help="model folder, checkpoint or hub id")],
-    recipe: Annotated[str, typer.Option(help="recipe that names data and reward")] = "demo",
-    split: Annotated[str, typer.Option(help="train or test")] = "test",
-    num_samples: Annotated[int, typer.Option(help="prompts at most; 0: all")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSONL with every response")] = None,
+    model: Annotated[str, typer.Option(help="Hugging Face folder or hub id, checkpoint, or run folder (its newest)")],
     overrides: Overrides = None,
+    recipe: Annotated[str | None, typer.Option(help="names data and reward; default: the run's own, or demo")] = None,
+    data: Annotated[Path | None, typer.Option(help="parquet or JSONL file in place of the recipe's data")] = None,
+    reward: Annotated[str | None, typer.Option(help="reward function in place of the recipe's")] = None,
+    engine: Annotated[str | None, typer.Option(help="hf, vllm or sglang; default: as the recipe says")] = None,
+    split: Annotated[str, typer.Option(help="train or test")] = "test",
+    num_prompts: Annotated[int, typer.Option(help="prompts at most; 0: all")] = 0,
+    samples_per_prompt: Annotated[int | None, typer.Option(help="default: the largest k")] = None,
+    k: Annotated[str, typer.Option(help="pass@k and maj@k for each of these, e.g. 1,4,8")] = "1",
+    temperature: Annotated[float | None, typer.Option(help="default: 0 for one sample, else the recipe's")] = None,
+    top_p: Annotated[float | None, typer.Option(help="default: the recipe's")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="response tokens at most; default: the recipe's")] = None,
+    threshold: Annotated[float | None, typer.Option(help="reward from which on a response is correct")] = None,
+    seed: Annotated[int, typer.Option(help="of the samples")] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSONL file with every sample")] = None,
+    summary: Annotated[Path | None, typer.Option(help="JSON file with what is printed")] = None,
 ) -> None:
-    """Greedy accuracy (mean reward) of a model on the data of a recipe."""
-    from services.evaluate import print_evaluation
+    """pass@1, pass@k and majority vote of a model on the data of a recipe, or on any data file with a reward."""
+    from services.evaluate import Asked, run_evaluation
 
-    leave(
-        print_evaluation(load(recipe, [*(overrides or []), f"model={model}"]), split=split, limit=num_samples, out=out)
+    asked = Asked(
+        model=model,
+        recipe=recipe,
+        data=data,
+        reward=reward,
+        engine=engine,
+        split=split,
+        num_prompts=num_prompts,
+        samples_per_prompt=samples_per_prompt,
+        k=k,
+        temperature=temperature,
+        top_p=top_p,
+        max_tokens=max_tokens,
+        threshold=threshold,
+        seed=seed,
     )
+    leave(run_evaluation(asked, overrides=overrides or [], out=out, summary=summary))
 
 
 @app.command()

@@ -63,4 +63,4 @@ def accuracy(model: str | Path) -> float:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise OffbeatError(f"the evaluation failed:\n{done.stderr}")
-    return float(json.loads(done.stdout.splitlines()[-1])["accuracy"])
+    return float(json.loads(done.stdout.splitlines()[-1])["pass@1"])

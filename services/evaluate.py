@@ -1,4 +1,9 @@
-"""`offbeat eval`: greedy responses of a model to held-out prompts, judged by the recipe's rewards."""
+"""`offbeat eval`: samples of a model to the prompts of a recipe or a data file, judged by reward functions.
+
+pass@1, pass@k and majority vote (services/verdicts.py). A majority is taken over what the reward read as the answer
+(`answer` of its Score, "pred" of a verl function); where it reads none, over equal response texts. A sample that a
+reward failed on has no verdict: it is left out of every figure, counted and told.
+"""
 
 from __future__ import annotations
 
@@ -6,131 +11,150 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from services.candidate import compose, model_folder, own_recipe
 from services.config import Config
-from services.errors import OffbeatError
+from services.errors import ConfigError, OffbeatError
+from services.responses import Answered, generate, judge
+from services.verdicts import figures
 
 if TYPE_CHECKING:
-    from rollout.datasets import PromptRow
-    from rollout.engine import Completion
+    from rollout.sampling import SamplingParams
+
+SHOWN_FAILURES = 3
+SPLITS = ("train", "test")
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """What an evaluation came to."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The options of the command."""
 
-    accuracy: float
-    """Share of prompts whose reward is at least 1 (the best value of a right-or-wrong reward)."""
-    mean_reward: float
-    num_prompts: int
-    failures: int
-    """Prompts without a reward; they count as wrong and are named in the file."""
-    seconds: float
+    model: str
+    recipe: str | None = None
+    data: Path | None = None
+    reward: str | None = None
+    engine: str | None = None
+    split: str = "test"
+    num_prompts: int = 0
+    samples_per_prompt: int | None = None
+    k: str = "1"
+    """Numbers, with commas between."""
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    threshold: float | None = None
+    seed: int = 0
+
+    def ks(self) -> list[int]:
+        """ValueError for what is no list of numbers from 1 on."""
+        parts = self.k.split(",")
+        if not all(part.strip().isdecimal() and int(part) for part in parts):
+            raise ValueError(f"--k {self.k}: write numbers from 1 on with commas between, e.g. 1,4,8")
+        return [int(part) for part in parts]
 
 
-def print_evaluation(config: Config, *, split: str, limit: int, out: Path | None) -> int:
-    """Evaluate and print one JSON line."""
+def run_evaluation(asked: Asked, *, overrides: Sequence[str], out: Path | None, summary: Path | None) -> int:
+    """Evaluate, write what was asked for and print one JSON line; the exit code."""
+    from reward.function import RewardError
+
     try:
-        result = asyncio.run(evaluate(config, split=split, limit=limit, out=out))
-    except (OffbeatError, ValueError, OSError) as error:
+        with model_folder(asked.model) as folder:
+            config = compose(
+                folder,
+                recipe=asked.recipe or own_recipe(asked.model),
+                data=asked.data,
+                reward=asked.reward,
+                engine=asked.engine,
+                overrides=overrides,
+            )
+            told, samples = asyncio.run(evaluate(config, asked))
+        write(out, (json.dumps(sample.record(told["threshold"]), ensure_ascii=False) for sample in samples))
+        write(summary, [json.dumps(told, indent=2)])
+    except ConfigError as error:
+        print("\n".join(error.problems), file=sys.stderr)
+        return 2
+    except (OffbeatError, RewardError, RuntimeError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(json.dumps({"model": config.rollout.model, "split": split, **as_dict(result)}))
-    return 0
+    tell_failures(samples)
+    print(json.dumps(told))
+    return 0 if "pass@1" in told else 1
 
 
-def as_dict(result: Evaluation) -> dict[str, float]:
-    return {
-        "accuracy": round(result.accuracy, 4),
-        "mean_reward": round(result.mean_reward, 4),
-        "num_prompts": result.num_prompts,
-        "failures": result.failures,
-        "seconds": round(result.seconds, 3),
-    }
-
-
-async def evaluate(config: Config, *, split: str = "test", limit: int = 0, out: Path | None = None) -> Evaluation:
-    """Greedy evaluation with the run's engine and reward functions."""
+async def evaluate(config: Config, asked: Asked) -> tuple[dict[str, Any], list[Answered]]:
+    """The summary, and the samples in the order of the prompts."""
     from rollout.datasets import load_rows
 
     began = time.monotonic()
-    data = config.data.model_copy(update={"split": split, "limit": limit or None})
+    if asked.split not in SPLITS:
+        raise ValueError(f"--split {asked.split}: there are {' and '.join(SPLITS)}")
+    ks = asked.ks()
+    data = (config.evaluation.data or config.data).model_copy(
+        update={"split": asked.split, "limit": asked.num_prompts or None}
+    )
     rows = load_rows(data).rows
-    completions = await generate(config, rows)
-    outcomes = await judge(config, rows, completions)
-    if out is not None:
-        write_responses(out, rows, completions, outcomes)
-    rewards = [getattr(outcome, "value", 0.0) for outcome in outcomes]
-    return Evaluation(
-        accuracy=sum(reward >= 1.0 for reward in rewards) / len(rows),
-        mean_reward=sum(rewards) / len(rows),
-        num_prompts=len(rows),
-        failures=sum(not hasattr(outcome, "value") for outcome in outcomes),
-        seconds=time.monotonic() - began,
+    num_samples = max(ks) if asked.samples_per_prompt is None else asked.samples_per_prompt
+    sampling = sampling_of(config, asked, num_samples=num_samples)
+    samples = await generate(config.rollout, rows, sampling, num_samples=num_samples, seed=asked.seed)
+    await judge(config.reward, samples)
+    threshold = config.evaluation.threshold if asked.threshold is None else asked.threshold
+    prompts = [samples[at : at + num_samples] for at in range(0, len(samples), num_samples)]
+    verdicts = [[verdict for sample in prompt for verdict in sample.verdicts()] for prompt in prompts]
+    made = [sample.completion for sample in samples if sample.completion is not None]
+    told: dict[str, Any] = {
+        "model": asked.model,
+        "split": asked.split,
+        **figures(verdicts, ks=ks, threshold=threshold),
+        "num_prompts": len(rows),
+        "samples_per_prompt": num_samples,
+        "failures": dict(Counter(sample.failure.partition(":")[0] for sample in samples if sample.failure)),
+        "response_length_mean": fmean(len(one.token_ids) for one in made) if made else 0.0,
+        "truncation_rate": fmean(one.stop_reason == "length" for one in made) if made else 0.0,
+        "threshold": threshold,
+        **{key: value for key, value in asdict(sampling).items() if key in ("temperature", "top_p", "max_tokens")},
+        "seed": asked.seed,
+        "seconds": time.monotonic() - began,
+    }
+    return {key: round(value, 6) if isinstance(value, float) else value for key, value in told.items()}, samples
+
+
+def sampling_of(config: Config, asked: Asked, *, num_samples: int) -> SamplingParams:
+    """As the recipe says, but greedy where one sample is drawn; what was asked for comes first. ValueError."""
+    from rollout.sampling import SamplingParams
+
+    if max(asked.ks()) > num_samples:
+        raise ValueError(f"--k {asked.k}: only {num_samples} samples are drawn for a prompt")
+    settings = config.rollout.sampling
+    usual = settings.temperature if num_samples > 1 else 0.0
+    temperature = usual if asked.temperature is None else asked.temperature
+    if temperature == 0 and num_samples > 1:
+        raise ValueError(f"temperature 0 draws one sample again and again: {num_samples} of them say no more than one")
+    return SamplingParams(
+        temperature=temperature,
+        top_p=settings.top_p if asked.top_p is None else asked.top_p,
+        top_k=settings.top_k,
+        max_tokens=asked.max_tokens or settings.max_tokens,
+        stop=settings.stop,
     )
 
 
-async def generate(config: Config, rows: Sequence[PromptRow]) -> list[Completion]:
-    """One greedy completion for each row, in the order of the rows."""
-    from rollout.engine import Request
-    from rollout.engines import load
-    from rollout.sampling import SamplingParams
-    from rollout.tokens import PromptEncoder
-
-    settings = config.rollout
-    encode = PromptEncoder(settings.model)
-    sampling = SamplingParams(temperature=0.0, max_tokens=settings.sampling.max_tokens, stop=settings.sampling.stop)
-    requests = [
-        Request(request_id=index, prompt_ids=encode(row.text or "", row.messages or ()), sampling=sampling, seed=0)
-        for index, row in enumerate(rows)
-    ]
-    engine = load(settings.engine).from_pretrained(settings.model, settings)  # type: ignore[attr-defined]
-    await engine.start()
-    try:
-        engine.submit(requests)
-        found: dict[int, Completion] = {}
-        while len(found) < len(requests):
-            found.update({completion.request_id: completion for completion in await engine.finished()})
-    finally:
-        await engine.close()
-    return [found[index] for index in range(len(rows))]
+def tell_failures(samples: Sequence[Answered]) -> None:
+    """What has no verdict, on stderr."""
+    failed = [sample for sample in samples if sample.failure]
+    if failed:
+        print(f"{len(failed)} of {len(samples)} samples have no verdict and are in no figure:", file=sys.stderr)
+    for sample in failed[:SHOWN_FAILURES]:
+        print(f"  {sample.row.prompt_id}[{sample.index}]: {sample.failure}", file=sys.stderr)
 
 
-async def judge(config: Config, rows: Sequence[PromptRow], completions: Sequence[Completion]) -> list[Any]:
-    from reward.function import ScoreItem
-    from reward.scorer import Scorer
-
-    items = [
-        ScoreItem(
-            prompt=row.text or (row.messages[-1][1] if row.messages else ""),
-            response=completion.text or "",
-            ground_truth=row.ground_truth,
-            data_source=row.data_source,
-            extra={**row.extra, "response_tokens": str(len(completion.token_ids))},
-        )
-        for row, completion in zip(rows, completions, strict=True)
-    ]
-    async with Scorer(config.reward) as scorer:
-        return list(await scorer.score(items))
-
-
-def write_responses(
-    out: Path, rows: Sequence[PromptRow], completions: Sequence[Completion], outcomes: Sequence[Any]
-) -> None:
-    """One JSON line for each prompt: what was asked, answered, wanted and given for it."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w", encoding="utf-8") as file:
-        for row, completion, outcome in zip(rows, completions, outcomes, strict=True):
-            record = {
-                "prompt_id": row.prompt_id,
-                "prompt": row.text if row.text is not None else list(row.messages or ()),
-                "response": completion.text,
-                "ground_truth": row.ground_truth,
-                "reward": getattr(outcome, "value", None),
-                "failure": getattr(outcome, "message", None),
-            }
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+def write(path: Path | None, lines: Iterable[str]) -> None:
+    """A file of these lines, where one is wanted."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
