@@ -8,7 +8,7 @@ blocks of the vocabulary, where g and h are the gradients of logprob and entropy
 
 A block's rows of the head's gradient are then one matmul over all tokens, rounded once; only the gradient of the hidden
 states is a sum over blocks, kept in float32. (Blocks of tokens would need a float32 sum as large as the head: 1.6 GB at
-152k x 2560; summed in bfloat16 it loses a bit of precision every time that the blocks are doubled.)
+152k x 2560; a sum in bfloat16 is rounded again at every block.)
 
 Matmuls run in the weights' dtype, so the logits of a bfloat16 head are rounded to bfloat16, as the plain model and
 inference engines do (vLLM and SGLang unless they are told to run the head in float32); all after them is float32, or

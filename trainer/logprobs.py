@@ -33,8 +33,9 @@ def score_tokens(
 ) -> TokenScores:
     """Scores of `targets_N` where the logits are `hidden_ND @ weight_VD.T`, block by block, gradients exact.
 
-    A block's float32 logits stay within `max_logits_mib`; about two such live at once, and in backward a float32
-    gradient of the hidden states. `compiled` fuses what happens to a block between its matmuls (torch.compile).
+    A block's float32 logits stay within `max_logits_mib`. At the peak about three times that is in use (two such
+    blocks, logits and gradient in the head's dtype), and in backward a float32 gradient of the hidden states.
+    `compiled` fuses what happens to a block between its matmuls (torch.compile).
     """
     dtype = _matmul_dtype(weight_VD)
     scoring = Scoring(temperature, max_logits_mib, entropy, square_sums, compiled)
