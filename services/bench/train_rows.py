@@ -9,6 +9,7 @@ from services.bench.bare.job import BARE
 
 OPTIONS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "ours": {
+        "compile": ("trainer.compile=true",),
         "proximal": (
             "trainer.algorithm.old_logprobs=proximal",
             "trainer.algorithm.correction.weights=token",

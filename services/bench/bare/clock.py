@@ -57,7 +57,7 @@ def settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     if dist.is_initialized():
-        dist.barrier()
+        dist.all_reduce(torch.zeros((), device=device))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 

@@ -1,6 +1,7 @@
 """Training by torch and transformers alone, as one writes it by hand: FSDP2, checkpointed layers, SDPA, fused AdamW.
 
-One sequence is one micro-batch. options: "compile" (torch.compile of every layer), "cudnn" (attention by cuDNN).
+One sequence is one micro-batch; gradients are summed over ranks in float32, once a step.
+options: "compile" (torch.compile of every layer), "cudnn" (attention by cuDNN).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -62,11 +63,12 @@ def build(job: Job, device: torch.device) -> Any:
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in model.model.layers:
         if "compile" in job["options"]:
             layer.forward = torch.compile(layer.forward)
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
     return model
 
 

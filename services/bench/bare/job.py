@@ -38,6 +38,7 @@ class Baseline:
         package: str = BARE,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._module = module
         self.log, self._answer = folder / f"{module}.log", folder / f"{module}.answer.json"
         self._answer.unlink(missing_ok=True)
         told = folder / f"{module}.job.json"
@@ -55,12 +56,12 @@ class Baseline:
             code = self._process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             raise OffbeatError(
-                f"a baseline took more than {seconds:g} s:\n{tail(self.log, lines=TOLD_LINES)}"
+                f"{self._module} took more than {seconds:g} s:\n{tail(self.log, lines=TOLD_LINES)}"
             ) from None
         finally:
             self.end()
         if code or not self._answer.exists():
-            raise OffbeatError(f"a baseline failed (exit code {code}):\n{tail(self.log, lines=TOLD_LINES)}")
+            raise OffbeatError(f"{self._module} failed (exit code {code}):\n{tail(self.log, lines=TOLD_LINES)}")
         answer: Answer = json.loads(self._answer.read_text())
         return answer
 
