@@ -26,7 +26,12 @@ def kernel_takes(query: Tensor, value: Tensor) -> bool:
     if not (HAS_KERNEL and query.is_cuda and halves):
         return False
     fits = width == value.shape[-1] and width <= 256 and width % 8 == 0
-    return fits and torch.cuda.get_device_properties(query.device).major >= 8
+    return fits and _is_ampere(query.device.index)
+
+
+@torch.compiler.assume_constant_result
+def _is_ampere(index: int) -> bool:
+    return torch.cuda.get_device_properties(index).major >= 8
 
 
 def varlen_attention(
