@@ -37,6 +37,7 @@ from services.book import Batch, Book, Sample, State
 from services.desk import Desk
 from services.ending import Ending, farewell
 from services.errors import PeerError
+from services.evaluating import Evaluating
 from services.generation import Generation
 from services.health import Health
 from services.journalist import Journalist
@@ -110,6 +111,7 @@ class Conductor(Actor):
         self.incarnation = int(self.ledger.fact("incarnation", "0"))
         self.roster.evicted.update(json.loads(self.ledger.fact("evicted", "{}")))
         self._build_rules()
+        self._build_evaluating()
         self._build_stages(life=int(self._remember("life", "0", add=1)))
         if recovered:
             self.journalist.tell("recovered", self.name, "the conductor found the run in its ledger", **self.progress())
@@ -126,6 +128,7 @@ class Conductor(Actor):
             post=self.post,
             tell=self.journalist.tell,
             on_problem=self.unturned,
+            busy=lambda: self.evaluating.in_hand,
         )
         self.routing = Routing(
             self.roster,
@@ -133,6 +136,18 @@ class Conductor(Actor):
             self.config.run,
             max_version_skew=self.config.push.max_version_skew,
             may_lease=self.sharing.may_lease,
+        )
+
+    def _build_evaluating(self) -> None:
+        self.evaluating = Evaluating(
+            self.config,
+            self.book,
+            self.ledger,
+            self.journalist,
+            self.routing,
+            clock=asyncio.get_running_loop().time,
+            post=self.post,
+            on_end=self.stream_ended,
         )
 
     def _build_stages(self, *, life: int) -> None:
@@ -159,6 +174,7 @@ class Conductor(Actor):
             on_generated=self.generated,
             on_end=self.stream_ended,
             on_quarantine=self.quarantine,
+            aside=self.evaluating,
         )
         self.training = Training(
             self.book,
@@ -218,18 +234,22 @@ class Conductor(Actor):
         self.judging.pump()
         self.referring.pump()
         self.sharing.pump()
+        self.evaluating.pump()
         if not self.paused:
             self.generation.pump()
         if self.book.accepted:
             self.journalist.start_clock()
-        if self.book.trained_step >= self.config.run.num_steps <= self.book.pushed_version:
+        if self.routing.trained_all and self.evaluating.over():
             await self._finish()
 
     async def finish(self) -> None:
         """Close the streams and the ledger; what was in hand is found again at the next start."""
-        for stage in (self.generation, self.judging, self.referring, self.training, self.sharing):
+        for stage in (self.generation, self.judging, self.referring, self.training, self.sharing, self.evaluating):
             await stage.close()
-        self.journalist.summarize(self.status(), num_tokens=self.generation.num_tokens, stopped=self.ending.stopped)
+        summary = self.evaluating.occasions.summary()
+        self.journalist.summarize(
+            self.status(), num_tokens=self.generation.num_tokens, evaluation=summary, stopped=self.ending.stopped
+        )
         self.ending.check()
 
     async def close(self) -> None:
@@ -335,6 +355,7 @@ class Conductor(Actor):
                 await stage.connect(member)
             else:
                 await stage.drop(member.name, member.evicted or self.roster.lost.get(member.name, ""))
+            await self.evaluating.rewire(member, joined=joined)
             if member.role == "rollout":
                 self.training.want_sync()
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import protos
 from services.book import Batch, Book, Group, Sample
 from services.health import means
+from services.occasions import Result, numbers
 from services.telemetry import JsonLines
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Journalist:
         self._events = JsonLines(folder / "events.jsonl")
         self._metrics = JsonLines(folder / "metrics.jsonl")
         self._quarantine = JsonLines(folder / "quarantine.jsonl")
+        self._evals = JsonLines(folder / "evals.jsonl")
         self._recent: deque[protos.TelemetryEvent] = deque(maxlen=RECENT_EVENTS)
         self._watchers: set[asyncio.Queue[protos.TelemetryEvent]] = set()
 
@@ -119,6 +121,16 @@ class Journalist:
         event = protos.TelemetryEvent(kind="push", service="trainer", message="pushed", values=values, labels=labels)
         self._publish(event)
 
+    def evaluation(self, result: Result) -> None:
+        """An evaluation has ended; see services/sheet.py."""
+        self._evals.write(result)
+        failed = sum(result["failures"].values())
+        facts = {name: f"{value:.4g}" for name, value in numbers(result).items() if name != "time"}
+        level = logging.WARNING if failed else logging.INFO
+        logger.log(level, "evaluation", extra={"facts": {**facts, "failures": result["failures"]}})
+        values = {**numbers(result), "failures": float(failed)}
+        self._publish(protos.TelemetryEvent(kind="evaluation", service="conductor", message="evaluated", values=values))
+
     def checkpoint(self, report: protos.CheckpointReport) -> None:
         if report.problem:
             self.tell("warning", "trainer", "a checkpoint failed", step=report.step, why=report.problem)
@@ -141,7 +153,9 @@ class Journalist:
         self._quarantine.write(record)
         self.tell("quarantined", "conductor", "a sample was put aside", sample=sample.key, why=reason)
 
-    def summarize(self, status: protos.ConductorStatusReply, *, num_tokens: int, stopped: str) -> dict[str, Any]:
+    def summarize(
+        self, status: protos.ConductorStatusReply, *, num_tokens: int, evaluation: Result | None, stopped: str
+    ) -> dict[str, Any]:
         """Write summary.json: what the run came to, and why where a guard has stopped it."""
         seconds, ledger = self.seconds(), status.ledger
         summary = {
@@ -163,6 +177,7 @@ class Journalist:
                 "refused": dict(ledger.refused),
                 "balanced": ledger.balanced,
             },
+            **({} if evaluation is None else {"evaluation": evaluation}),
         }
         scratch = self.folder / "summary.json.tmp"
         scratch.write_text(json.dumps(summary, indent=2) + "\n")
@@ -181,7 +196,7 @@ class Journalist:
             self._watchers.discard(queue)
 
     def close(self) -> None:
-        for file in (self._events, self._metrics, self._quarantine):
+        for file in (self._events, self._metrics, self._quarantine, self._evals):
             file.close()
 
     def _publish(self, event: protos.TelemetryEvent) -> None:

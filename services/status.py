@@ -30,6 +30,7 @@ def status_of(conductor: Conductor) -> protos.ConductorStatusReply:
         num_tokens=conductor.generation.num_tokens,
         num_pushes=conductor.journalist.num_pushes,
         run_seconds=conductor.journalist.seconds(),
+        evaluation=conductor.evaluating.occasions.shown(),
     )
 
 
@@ -40,6 +41,7 @@ def state_of(conductor: Conductor) -> str:
     checks = (
         ("finished", conductor.finished.is_set()),
         ("paused", conductor.paused),
+        ("evaluating", conductor.routing.trained_all and conductor.evaluating.sheet.open),
         ("waiting_trainer", "trainer" not in roles),
         ("rollout_evicted", "rollout" not in roles and evicted),
         ("starved", "rollout" not in roles),
