@@ -4,7 +4,6 @@ Shapes: T packed tokens, S sequences of a block, L tokens of its longest, H quer
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -106,7 +105,6 @@ def _gathered(packed_THD: Tensor, block_SL: Tensor) -> Tensor:
     return packed_THD.index_select(0, block_SL.flatten()).view(*block_SL.shape, *packed_THD.shape[1:]).transpose(1, 2)
 
 
-@cache
 def _band(length: int, window: int, device: torch.device) -> Tensor:
     """[L, L]: which tokens a token sees in a sliding window."""
     ones_LL = torch.ones(length, length, dtype=torch.bool, device=device)

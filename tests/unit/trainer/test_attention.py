@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
@@ -207,16 +208,24 @@ def test_lengths_that_do_not_arrive_are_told() -> None:
         build("qwen3", NAME)(input_ids=torch.zeros_like(position_ids), position_ids=position_ids, use_cache=False)
 
 
-def test_what_it_cannot_do_is_refused_by_name() -> None:
-    config = Gemma2Config(**SIZES, attn_logit_softcapping=30.0)
-    capped = AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
-    with pytest.raises(
-        ValueError, match=r"no softcap, which Gemma2Attention needs: set trainer\.attn_implementation=eager"
-    ):
-        packed_logits(capped, sequences())
+@pytest.mark.parametrize(
+    ("config", "refusal"),
+    [
+        (lambda: Gemma2Config(**SIZES, attn_logit_softcapping=30.0), "no softcap, which Gemma2Attention"),
+        (lambda: GptOssConfig(**SIZES, num_local_experts=2), "no s_aux, which GptOssAttention"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(config: Callable[[], PreTrainedConfig], refusal: str) -> None:
+    """Packed or not: nothing is left out of the scores in silence."""
+    model = AutoModelForCausalLM.from_config(config(), attn_implementation=NAME)
+    for run in (packed_logits, lone_logits):
+        with pytest.raises(ValueError, match=rf"{refusal} needs: set trainer\.attn_implementation=eager"):
+            run(model, sequences())
+
+
+def test_several_rows_with_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="one row"):
-        model = build("qwen3", NAME)
-        model(input_ids=torch.zeros(2, 5, dtype=torch.long), cu_seq_lens_q=bounds((5,)), use_cache=False)
+        build("qwen3", NAME)(input_ids=torch.zeros(2, 5, dtype=torch.long), cu_seq_lens_q=bounds([5]), use_cache=False)
 
 
 def test_a_model_that_mixes_sequences_is_refused_at_load() -> None:
