@@ -7,6 +7,7 @@ assert_effectively_once(run, steps=10)
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ import protos
 from services.book import Batch
 from services.compose import load_config
 from services.config import Config
+from services.inline import run_all
 from services.launch import Launcher, prepare_folder, tail
 from services.ledger import Ledger
 
@@ -77,6 +79,11 @@ class Run:
         """Start all services; once more after an end or a stop."""
         self.launcher = Launcher(self.config, prepare_folder(self.config, fresh=False))
         self.launcher.start()
+        return self
+
+    def inline(self) -> Run:
+        """From start to end on one loop of this process: a run of two steps takes a second or two."""
+        asyncio.run(run_all(self.config, prepare_folder(self.config, fresh=False)))
         return self
 
     def gather(self) -> Run:

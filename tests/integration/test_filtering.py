@@ -1,6 +1,7 @@
 """Dynamic sampling: which groups are dropped, what takes their place, and when a step trains on them all the same."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from math import isnan
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,6 @@ from tests.unit.services.life import made_trajectory
 
 MakeConfig = Callable[..., Config]
 RUN = {"num_steps": 3, "prompts_per_step": 2, "group_size": 2, "max_staleness": 0, "dynamic_sampling": 2}
-BOUND = 4
 EQUAL, DIFFERENT = (1.0, 1.0), (0.0, 1.0)
 
 
@@ -30,7 +30,13 @@ class Scene:
 
     def __init__(self, config: Config, path: Path) -> None:
         self.ledger = Ledger(path)
-        self.book = Book(group_size=2, use_reference=False, max_attempts=2, journal=self.ledger)
+        self.book = Book(
+            group_size=2,
+            with_baseline=config.trainer.algorithm.with_baseline,
+            use_reference=False,
+            max_attempts=2,
+            journal=self.ledger,
+        )
         recover(self.book, self.ledger)
         roster = Roster(heartbeat_seconds=1.0)
         server = Member("rollout-0", "rollout", "h:1", "p", protos.Identity(), 0.0)
@@ -77,10 +83,10 @@ class Scene:
         found = []
         while self.routing.may_accept(self.server.policy_version):
             found.append(self.book.accept(protos.Prompt(text="1+1=")))
-        assert self.book.outstanding <= BOUND
+        assert self.book.outstanding <= self.routing.bound
         return found
 
-    async def complete(self, *rewards: tuple[float, float]) -> None:
+    async def complete(self, *rewards: tuple[float, ...]) -> None:
         """Begin as many groups as may begin, which must be as many as there are rewards, and bring them in."""
         groups = self.accept()
         assert len(groups) == len(rewards)
@@ -89,11 +95,16 @@ class Scene:
             await self.training.pump()
             assert self.book.counts().balanced
 
-    def deliver(self, group: Group, rewards: tuple[float, float]) -> None:
+    def deliver(self, group: Group, rewards: tuple[float, ...]) -> None:
+        """A reward that is not a number: the sample is put aside."""
         for sample, value in zip(group.samples, rewards, strict=True):
             self.book.lease(sample, lease_id=1, server="rollout-0", deadline=9.0)
-            self.book.generate(sample, made_trajectory(sample.key, version=self.server.policy_version))
-            self.book.score(sample, value=value, breakdown={}, route="r")
+            version = self.server.policy_version
+            self.book.generate(sample, made_trajectory(sample.key, version=version, baseline=sample.baseline))
+            if isnan(value):
+                self.book.quarantine(sample, "reward_invalid_value")
+            else:
+                self.book.score(sample, value=value, breakdown={}, route="r")
 
     def positions(self) -> list[int]:
         """The groups of the newest recorded batch."""

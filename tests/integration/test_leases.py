@@ -44,7 +44,8 @@ class Engine(protos.RolloutServicer):
 
     def deliver(self, lease: protos.GroupLease, *, lease_id: int = 0) -> None:
         trajectories = [
-            made_trajectory((lease.group, index), lease_id=lease_id or lease.lease_id) for index in lease.indices
+            made_trajectory((lease.group, index), lease_id=lease_id or lease.lease_id, baseline=lease.baseline)
+            for index in lease.indices
         ]
         self.outbox.put_nowait(
             protos.GenerateReply(trajectories=trajectories, credit=protos.Credit(samples=len(trajectories)))
@@ -71,15 +72,23 @@ class Clock:
 class Leasing:
     """A generation stage that may accept `groups` prompts."""
 
-    def __init__(self, *, groups: int = 2, max_attempts: int = 4, budget: str = "9") -> None:
-        self.book = Book(group_size=2, use_reference=False, max_attempts=max_attempts, journal=Silence())
+    def __init__(
+        self, *, groups: int = 2, max_attempts: int = 4, budget: str = "9", with_baseline: bool = False
+    ) -> None:
+        self.book = Book(
+            group_size=2,
+            with_baseline=with_baseline,
+            use_reference=False,
+            max_attempts=max_attempts,
+            journal=Silence(),
+        )
         self.clock = Clock()
         self.quarantined: list[str] = []
         self.roster = Roster(heartbeat_seconds=1.0)
         run = SimpleNamespace(num_steps=1, prompts_per_step=groups, group_size=2, max_staleness=0)
         self.generation = Generation(
             self.book,
-            sampling=protos.SamplingParams(max_tokens=5),
+            sampling=protos.SamplingParams(temperature=1.0, max_tokens=5),
             run_seed=1,
             life=1,
             lease_seconds=10.0,

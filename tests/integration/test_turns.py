@@ -31,6 +31,7 @@ class Trainer(protos.TrainerServicer):
 
     def __init__(self) -> None:
         self.batches: list[int] = []
+        self.received: list[protos.TrajectoryBatch] = []
         self.syncs: list[list[str]] = []
         self.version = 0
         self.replies: asyncio.Queue[protos.TrainReply] = asyncio.Queue()
@@ -39,6 +40,7 @@ class Trainer(protos.TrainerServicer):
         async def read() -> None:
             async for request in request_iterator:
                 self.batches.append(request.batch.step)
+                self.received.append(request.batch)
 
         async with asyncio.TaskGroup() as group:
             group.create_task(read())
