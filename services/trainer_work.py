@@ -180,4 +180,5 @@ def from_wire(trajectory: protos.Trajectory) -> Trajectory:
         spans=tuple((span.policy_version, span.num_tokens) for span in trajectory.spans),
         stop_reason=protos.StopReason.Name(trajectory.stop_reason).removeprefix("STOP_REASON_").lower(),
         server=trajectory.server,
+        baseline=trajectory.baseline,
     )

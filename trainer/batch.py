@@ -44,6 +44,8 @@ class Trajectory:
     """"length" where the token limit cut the response."""
     server: str = ""
     """Name of the rollout server that made it."""
+    baseline: bool = False
+    """Greedy: its reward is the baseline of its group, and it is not trained on."""
 
     def __post_init__(self) -> None:
         problem = self._problem()

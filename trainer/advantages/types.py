@@ -23,6 +23,8 @@ class AdvantageInputs:
     """Of the weights that the step begins with (optimal_token_baseline)."""
     square_sums_BR: Tensor | None = None
     """Sum of the squared probabilities of all next tokens, under the same weights (optimal_token_baseline)."""
+    baseline_B: Tensor | None = None
+    """Reward of the greedy sample of each sample's group (remax)."""
     importance_weights_BR: Tensor | None = None
     """What the loss multiplies a token with for its sampler's age; None: nothing (optimal_token_baseline)."""
 

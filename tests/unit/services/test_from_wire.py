@@ -18,9 +18,13 @@ def test_the_trainer_sees_the_reward_and_what_it_is_made_of() -> None:
         reward=1.5,
         reward_breakdown={"exact": 1.0, "exact/form": 0.5},
         server="rollout-1",
+        baseline=True,
     )
     found = from_wire(wire)
     assert (found.sample, found.group, found.reward, found.server) == ("7/2", 7, 1.5, "rollout-1")
     assert found.reward_parts == {"exact": 1.0, "exact/form": 0.5}
     assert (found.spans, found.stop_reason) == (((4, 1),), "length")
+    assert found.baseline
     assert found.loss_mask is None and found.reference_logprobs is None
+    wire.ClearField("baseline")
+    assert not from_wire(wire).baseline
