@@ -13,6 +13,9 @@ from rollout.engine import Completion, Engine, Request, UpdateMode
 from rollout.engines import load
 from rollout.sampling import SamplingParams
 from tests.engines.models import MAX_MODEL_LEN
+from trainer.lora import low_rank_weights
+from trainer.lora_config import LoraConfig
+from trainer.lora_push import outgoing_of
 from trainer.outgoing import Outgoing
 from trainer.weights import Broadcaster, Crew, Receiving
 
@@ -97,7 +100,7 @@ class Served:
 
     async def arrive(self, model: Any, *, wrong: bool = False) -> None:
         """Everything of a push but the swap, as the pusher does it; `wrong` announces other checksums than it sends."""
-        outgoing = Outgoing(model.named_parameters(), bucket_bytes=20_000)
+        outgoing = self.outgoing(model)
         outgoing.pack()
         assert len(outgoing.buffers) > 2
         crew = self.crew()
@@ -106,6 +109,11 @@ class Served:
         async with asyncio.timeout(PUSH_SECONDS):
             await asyncio.wrap_future(sending)
         await self.engine.await_push([one ^ wrong for one in outgoing.checksums])
+
+    def outgoing(self, model: Any) -> Outgoing:
+        """All weights of a model; of one with an adapter the adapter alone."""
+        lora = LoraConfig(push="adapter") if low_rank_weights(model) else None
+        return outgoing_of(model, lora, bucket_bytes=2_000 if lora else 20_000, dtype=None, streamed=False)
 
     async def swap(self, model: Any, mode: UpdateMode) -> int:
         self.version += 1
