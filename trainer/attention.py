@@ -2,8 +2,9 @@
 
 The sequences of a micro-batch stand behind each other in one row [1, T]; `cu_seq_lens_q` (int32 [S + 1], from 0 to T)
 says where each begins. Transformers hands the arguments of `sequence_arguments` from a model's body to every layer. On
-CUDA in half precision PyTorch's own variable-length kernel reads the row as it lies; anywhere else sequences are padded
-in blocks of like lengths, inside attention only. Without `cu_seq_lens_q` it is transformers' sdpa, mask and all.
+CUDA in half precision PyTorch's own variable-length kernel reads the row as it lies; anywhere else, and where long
+sequences have a faster kernel, they are padded in blocks of like lengths, inside attention only. Without
+`cu_seq_lens_q` it is transformers' sdpa, mask and all.
 
 Shapes: B rows, T tokens, S sequences, H query heads, N key-value heads, D features.
 """
@@ -17,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from trainer.padded_attention import padded_attention
+from trainer.padded_attention import causal_attention, padded_attention
 from trainer.varlen_attention import kernel_takes, varlen_attention
 
 NAME = "packed"
@@ -75,8 +76,10 @@ def packed_attention(
     scale, window, longest = kwargs.get("scaling"), kwargs.get("sliding_window"), kwargs.get("max_length_q")
     assert scale is None or isinstance(scale, float)
     assert window is None or isinstance(window, int)
+    if len(cu_seqlens) == 2 and (window is None or window >= query.shape[2]):
+        return causal_attention(query, key, value, scale=scale, window=None).transpose(1, 2), None
     query_THD, key_TND, value_TND = (states[0].transpose(0, 1) for states in (query, key, value))
-    if isinstance(longest, int) and kernel_takes(query, value):
+    if isinstance(longest, int) and kernel_takes(query, value, longest):
         mixed_THD = varlen_attention(query_THD, key_TND, value_TND, cu_seqlens, longest, scale=scale, window=window)
     else:
         mixed_THD = padded_attention(query_THD, key_TND, value_TND, cu_seqlens, scale=scale, window=window)

@@ -43,22 +43,31 @@ def padded_attention(
     Padding stands behind its sequence, where no real token looks, and is dropped: its gradient is exactly zero.
     """
     layout = layout_of(cu_seqlens)
-    groups = query_THD.shape[1] // key_TND.shape[1]
     outputs = []
     for block_SL in layout.blocks:
         query_SHLD, key_SNLD, value_SNLD = (_gathered(packed, block_SL) for packed in (query_THD, key_TND, value_TND))
-        length = block_SL.shape[1]
-        banded = window is not None and window < length
-        mixed_SHLD = scaled_dot_product_attention(
-            query_SHLD,
-            key_SNLD.repeat_interleave(groups, 1) if groups > 1 else key_SNLD,
-            value_SNLD.repeat_interleave(groups, 1) if groups > 1 else value_SNLD,
-            attn_mask=_band(length, window, block_SL.device) if window is not None and banded else None,
-            is_causal=not banded,
-            scale=scale,
-        )
+        mixed_SHLD = causal_attention(query_SHLD, key_SNLD, value_SNLD, scale=scale, window=window)
         outputs.append(mixed_SHLD.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, layout.places_T)
+
+
+def causal_attention(
+    query_SHLD: Tensor, key_SNLD: Tensor, value_SNLD: Tensor, *, scale: float | None, window: int | None
+) -> Tensor:
+    """Of sequences of one length -> [S, H, L, D]."""
+    groups, length = query_SHLD.shape[1] // key_SNLD.shape[1], query_SHLD.shape[2]
+    banded = window is not None and window < length
+    if groups > 1 and not query_SHLD.is_cuda:  # there is no kernel for groups of heads on a CPU
+        key_SNLD, value_SNLD = key_SNLD.repeat_interleave(groups, 1), value_SNLD.repeat_interleave(groups, 1)
+    return scaled_dot_product_attention(
+        query_SHLD,
+        key_SNLD,
+        value_SNLD,
+        attn_mask=_band(length, window, query_SHLD.device) if window is not None and banded else None,
+        is_causal=not banded,
+        scale=scale,
+        enable_gqa=groups > 1 and query_SHLD.is_cuda,
+    )
 
 
 @torch.compiler.disable

@@ -7,7 +7,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from trainer.attention import sequence_arguments
 from trainer.fused_logprobs import EntropyMode
 from trainer.logprobs import TokenScores, score_logits, score_tokens
 from trainer.packing import PackedTokens
@@ -20,21 +22,25 @@ class Policy(nn.Module):
     with the logits of all tokens.
     """
 
-    def __init__(self, model: nn.Module, *, temperature: float = 1.0, max_logits_mib: int = 256) -> None:
+    def __init__(
+        self, model: nn.Module, *, temperature: float = 1.0, max_logits_mib: int = 256, compiled: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self._temperature = temperature
         self._max_logits_mib = max_logits_mib
+        self._compiled = compiled
+        self._attention: str = cast(PreTrainedModel, model).config._attn_implementation
         self._is_split = _is_split(model)
 
     def forward(self, tokens: PackedTokens, *, entropy: EntropyMode = "none", square_sums: bool = False) -> TokenScores:
         """Logprob of `targets_N` at `positions_N`, i.e. given the tokens of the sample up to and with them."""
         if not self._is_split:
-            logits_NV = self.model(**_arguments(tokens)).logits[0].index_select(0, tokens.positions_N)
+            logits_NV = self.model(**self._arguments(tokens)).logits[0].index_select(0, tokens.positions_N)
             return score_logits(
                 logits_NV, tokens.targets_N, temperature=self._temperature, entropy=entropy, square_sums=square_sums
             )
-        hidden_TD = cast(nn.Module, self.model.model)(**_arguments(tokens)).last_hidden_state[0]
+        hidden_TD = cast(nn.Module, self.model.model)(**self._arguments(tokens)).last_hidden_state[0]
         return score_tokens(
             hidden_TD.index_select(0, tokens.positions_N),
             cast(nn.Linear, self.model.lm_head).weight,
@@ -43,20 +49,13 @@ class Policy(nn.Module):
             max_logits_mib=self._max_logits_mib,
             entropy=entropy,
             square_sums=square_sums,
+            compiled=self._compiled,
         )
 
-
-def _arguments(tokens: PackedTokens) -> dict[str, Any]:
-    """What keeps one sample from the next: positions for mask-building attention, lengths for packed attention."""
-    return {
-        "input_ids": tokens.input_ids_1T,
-        "position_ids": tokens.position_ids_1T,
-        "cu_seq_lens_q": tokens.cu_seqlens,
-        "cu_seq_lens_k": tokens.cu_seqlens,
-        "max_length_q": tokens.max_length,
-        "max_length_k": tokens.max_length,
-        "use_cache": False,
-    }
+    def _arguments(self, tokens: PackedTokens) -> dict[str, Any]:
+        """What keeps one sample from the next: positions for mask-building attention, lengths for packed attention."""
+        told = sequence_arguments(tokens.cu_seqlens, tokens.max_length, attn_implementation=self._attention)
+        return {"input_ids": tokens.input_ids_1T, "position_ids": tokens.position_ids_1T, **told}
 
 
 @torch.no_grad()

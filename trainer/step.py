@@ -78,7 +78,12 @@ class Learner:
 def prepared_policy(model: nn.Module, config: TrainerConfig, ranks: Ranks) -> tuple[Policy, torch.device]:
     """The model as it is trained, and the device that it computes on."""
     device = next(model.parameters()).device
-    policy = Policy(model, temperature=config.algorithm.temperature, max_logits_mib=config.max_logits_mib)
+    policy = Policy(
+        model,
+        temperature=config.algorithm.temperature,
+        max_logits_mib=config.max_logits_mib,
+        compiled=config.compile,
+    )
     policy.train(config.gradient_checkpointing)
     if config.gradient_checkpointing:
         recompute_layers(model, share=config.recomputed_share)

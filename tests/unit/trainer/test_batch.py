@@ -138,6 +138,7 @@ class Capped(nn.Module):
     def __init__(self, inner: Any) -> None:
         super().__init__()
         self.inner, self.model, self.lm_head = inner, inner.model, inner.lm_head
+        self.config = inner.config
 
     def forward(self, **inputs: Any) -> Any:
         outputs = self.inner(**inputs)
