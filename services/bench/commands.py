@@ -219,6 +219,26 @@ def bench_logprobs(
     _leave(bench(work, out=out))
 
 
+@bench_app.command("curves", context_settings=OVERRIDES)
+def bench_curves(
+    overrides: Overrides = None,
+    names: Annotated[str, typer.Option(help="algorithms, in the order of running; empty: all")] = "",
+    steps: Annotated[int, typer.Option(help="optimizer steps of each run")] = 300,
+    folder: Folder = FOLDER,
+    out: Annotated[Path, typer.Option(help="the rewards as JSON; the figure lies beside it as .svg")] = Path(
+        "docs/benchmarks/curves.json"
+    ),
+) -> None:
+    """The demo trained by one algorithm after the other, their reward curves in one figure."""
+    from services.bench.curves import CURVES
+    from services.bench.curves import bench_curves as bench
+
+    chosen = names.split(",") if names else list(CURVES)
+    if unknown := [name for name in chosen if name not in CURVES]:
+        raise typer.BadParameter(f"--names {unknown[0]}: there are {', '.join(CURVES)}")
+    _leave(bench(chosen, overrides or [], steps=steps, folder=folder, out=out))
+
+
 def _check_engine(engine: str) -> None:
     if engine not in ENGINES:
         raise typer.BadParameter(f"--engine {engine}: there are {', '.join(ENGINES)}")
