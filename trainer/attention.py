@@ -79,7 +79,7 @@ def packed_attention(
     if len(cu_seqlens) == 2 and (window is None or window >= query.shape[2]):
         return causal_attention(query, key, value, scale=scale, window=None).transpose(1, 2), None
     query_THD, key_TND, value_TND = (states[0].transpose(0, 1) for states in (query, key, value))
-    if isinstance(longest, int) and kernel_takes(query, value, longest):
+    if isinstance(longest, int) and kernel_takes(query, value, longest, window):
         mixed_THD = varlen_attention(query_THD, key_TND, value_TND, cu_seqlens, longest, scale=scale, window=window)
     else:
         mixed_THD = padded_attention(query_THD, key_TND, value_TND, cu_seqlens, scale=scale, window=window)

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 MAX_PADDED_WORK = 1.3
 """Squares of padded lengths over squares of lengths, within a block."""
+HALVES = (torch.bfloat16, torch.float16)
 GRAIN = 16
 """Lengths that are equal when rounded up to this many tokens always share a block."""
 
@@ -57,7 +58,9 @@ def causal_attention(
     """Of sequences of one length -> [S, H, L, D]."""
     groups, length = query_SHLD.shape[1] // key_SNLD.shape[1], query_SHLD.shape[2]
     banded = window is not None and window < length
-    if groups > 1 and not query_SHLD.is_cuda:  # there is no kernel for groups of heads on a CPU
+    grouped = query_SHLD.is_cuda and query_SHLD.dtype in HALVES and not banded
+    """Whether there is a kernel for groups of heads."""
+    if groups > 1 and not grouped:
         key_SNLD, value_SNLD = key_SNLD.repeat_interleave(groups, 1), value_SNLD.repeat_interleave(groups, 1)
     return scaled_dot_product_attention(
         query_SHLD,
@@ -66,7 +69,7 @@ def causal_attention(
         attn_mask=_band(length, window, query_SHLD.device) if window is not None and banded else None,
         is_causal=not banded,
         scale=scale,
-        enable_gqa=groups > 1 and query_SHLD.is_cuda,
+        enable_gqa=groups > 1 and grouped,
     )
 
 

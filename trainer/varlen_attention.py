@@ -24,14 +24,15 @@ beside 0.96 ms for 8,192 tokens of 16 heads of 128 on an H200. Shorter sequences
 _GROUPS_HEADS = "enable_gqa" in _KNOWN
 
 
-def kernel_takes(query: Tensor, value: Tensor, longest: int) -> bool:
+def kernel_takes(query: Tensor, value: Tensor, longest: int, window: int | None = None) -> bool:
     """Whether flash attention runs on such tensors (in half precision, on Ampere or newer), and nothing runs faster."""
     width, halves = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
     if not (HAS_KERNEL and query.is_cuda and halves):
         return False
     fits = width == value.shape[-1] and width <= 256 and width % 8 == 0
     generation = _generation(query.device.index)
-    return fits and generation >= AMPERE and not (generation >= HOPPER and longest >= DENSE_TOKENS)
+    dense = generation >= HOPPER and longest >= DENSE_TOKENS and (window is None or window >= longest)
+    return fits and generation >= AMPERE and not dense
 
 
 @torch.compiler.assume_constant_result

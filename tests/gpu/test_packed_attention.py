@@ -50,7 +50,8 @@ def test_it_is_as_exact_as_sdpa_on_each_sequence(window: int | None, groups: int
     """Both in bfloat16, against float64 of the same numbers."""
     assert HAS_KERNEL
     inputs, cu_seqlens = states(LENGTHS, torch.bfloat16, groups=groups), bounds(LENGTHS)
-    assert kernel_takes(inputs[0], inputs[2])
+    assert kernel_takes(inputs[0], inputs[2], 768)
+    assert kernel_takes(inputs[0], inputs[2], 4096, window=100)
 
     def packed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return varlen_attention(query, key, value, cu_seqlens, 768, scale=0.2, window=window)
@@ -72,7 +73,7 @@ def test_float32_on_the_card_is_exact_too() -> None:
         return padded_attention(query, key, value, cu_seqlens, scale=0.2, window=None)
 
     exact = with_gradients(padded, [state.detach().double().requires_grad_() for state in inputs])
-    assert not kernel_takes(inputs[0], inputs[2])
+    assert not kernel_takes(inputs[0], inputs[2], 768)
     assert max(errors(with_gradients(padded, inputs), exact)) < 1e-4
 
 
