@@ -62,8 +62,9 @@ def build(job: Job, device: torch.device) -> Any:
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype, attn_implementation="sdpa").to(device)
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    size = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (size,))
+    precision = MixedPrecisionPolicy(reduce_dtype=torch.float32 if size > 1 else None)
     for layer in model.model.layers:
         if "compile" in job["options"]:
             layer.forward = torch.compile(layer.forward)
