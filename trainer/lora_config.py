@@ -29,8 +29,8 @@ class LoraConfig(Section):
     push: Literal["merged", "adapter"] = Field(
         default="merged",
         description="merged: whole weights travel. adapter: A and B travel, and the rollout servers add them to their"
-        " own start model, of which they keep the changed layers twice more in the device's memory (without a GPU"
-        " vllm keeps the whole model once more)",
+        " own start model, of which they keep the changed layers twice more in the device's memory (vllm without a"
+        " GPU, or with a quantized model, all other weights once more, too)",
     )
 
     @field_validator("dropout")

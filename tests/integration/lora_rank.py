@@ -1,4 +1,4 @@
-"""One rank of a learner with an adapter, started by torchrun; told by one JSON argument. Rank 0 writes what it pushes."""
+"""One rank of a learner with an adapter, started by torchrun; told by one JSON argument. Rank 0 writes its pushes."""
 
 import json
 import os
