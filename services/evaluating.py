@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import protos
 from services.book import Book, Sample, State
+from services.faults import fault
 from services.generation import RolloutLink, seed_of, within_budget
 from services.judging import Judging
 from services.occasions import Facts, Occasions
@@ -146,6 +147,7 @@ class Evaluating:
             if not samples:
                 return
             yield link, protos.GenerateRequest(leases=[self._lease(link, samples, next(lease_ids))])
+            fault("conductor", "evaluation.leased")
 
     def _room(self, link: RolloutLink) -> int:
         """Samples that a server may be given now; all it takes once training is over."""

@@ -11,3 +11,10 @@ def digits(item) -> float:  # type: ignore[no-untyped-def]
 def even_or_digits(item) -> float:  # type: ignore[no-untyped-def]
     """The same for every sample of a prompt whose answer is even; for others as `digits`."""
     return 1.0 if int(item.ground_truth) % 2 == 0 else digits(item)
+
+
+def digits_of_small_sums(item) -> float:  # type: ignore[no-untyped-def]
+    """As `digits` for sums of one-digit numbers; fails for longer ones."""
+    if len(item.prompt) > len("1+1="):
+        raise ValueError("too long a sum")
+    return digits(item)
