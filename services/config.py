@@ -38,7 +38,7 @@ class RunConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of sampling; the data has its own")
     num_steps: int = Field(ge=1, description="optimizer steps of the run")
     prompts_per_step: int = Field(default=32, ge=1, description="prompts (groups) in the batch of a step")
-    group_size: int = Field(default=8, ge=1, le=65535, description="samples drawn for each prompt")
+    group_size: int = Field(default=8, ge=1, le=65535, description="samples of each prompt that are trained on")
     max_staleness: int = Field(default=2, ge=0, description="versions a sample may lag behind; 0 is synchronous")
     staleness_policy: Literal["drop", "keep"] = Field(
         default="drop", description="groups that grew too old all the same: drop and count them, or keep and correct"

@@ -27,6 +27,7 @@ ADVANTAGE_ESTIMATORS = (
     "reinforce",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "remax",
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
 )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.advantages import ESTIMATORS, TOKEN_BASELINES, AdvantageInputs, AdvantageOptions
+from trainer.baselines import baseline_metrics, baselines, split
 from trainer.batch import Batch, Trajectory, collate
 from trainer.config import AlgorithmConfig, TrainerConfig
 from trainer.correction_config import CorrectionConfig
@@ -60,9 +61,10 @@ class Preparation:
         self, trajectories: Sequence[Trajectory], *, step: int, policy_version: int, kl_coef: float
     ) -> Prepared:
         """Raises ValueError where the KL is used and a trajectory has no reference logprobs, or gdpo and a part of the
-        reward is missing."""
+        reward is missing, or remax and the greedy sample of a group."""
+        trajectories, greedy = split(trajectories)
         batch, metrics = self._shaped(collate(trajectories))
-        metrics |= batch_metrics(trajectories, policy_version=policy_version)
+        metrics |= batch_metrics(trajectories, policy_version=policy_version) | baseline_metrics(greedy)
         own = self._own_scores(batch) if self._algorithm.adv_estimator in TOKEN_BASELINES else None
         old_BR = self._old_logprobs(batch, own)
         token_rewards_BR, reward_metrics = self._token_rewards(batch, old_BR, kl_coef)
@@ -79,6 +81,7 @@ class Preparation:
                 mask_BR=batch.mask_BR,
                 group_B=batch.group_B,
                 reward_parts_BK=parts_BK,
+                baseline_B=self._baselines(greedy, batch),
                 logprobs_BR=None if own is None else own[0],
                 square_sums_BR=None if own is None else own[1],
                 importance_weights_BR=None if own is None else self._loss_weights(batch, own[0]),
@@ -103,6 +106,11 @@ class Preparation:
             return batch, {}
         penalty_B = overlong_penalty(batch.response_lengths_B, **overlong.model_dump())
         return replace(batch, rewards_B=batch.rewards_B + penalty_B.to(batch.rewards_B)), overlong_metrics(penalty_B)
+
+    def _baselines(self, greedy: Sequence[Trajectory], batch: Batch) -> Tensor | None:
+        """The reward that each sample is compared with, [B]."""
+        overlong = self._algorithm.overlong
+        return baselines(greedy, batch.group_B, overlong=overlong) if self._algorithm.with_baseline else None
 
     def _own_scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logprobs and sums of squared probabilities of the present weights, [B, R]."""

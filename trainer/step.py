@@ -53,7 +53,7 @@ class Learner:
         """
         self._offload.bring_weights()
         prepared = self._prepare(trajectories, step=step, policy_version=policy_version, kl_coef=self.kl_coef)
-        next_kl_coef = self._next_kl_coef(prepared.metrics, samples=len(trajectories))
+        next_kl_coef = self._next_kl_coef(prepared.metrics, samples=len(prepared.trajectories))
         lr = learning_rate(self.schedule_position, self.config.optimizer)
         updates = Updates(self.config, self._scorer, self.optimizer, self._offload, prepared, step=step)
         updates.run(lr=lr)

@@ -1,6 +1,6 @@
 """Advantage estimators by name: one pure function per file, rewards and mask in, advantages and returns out.
 
-Beside them stand `gae`, which needs a value model, and `remax`, which needs a greedy sample of each prompt.
+Beside them stands `gae`, which needs a value model.
 """
 
 from trainer.advantages.gae import gae
@@ -30,6 +30,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce": reinforce,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
     "optimal_token_baseline": optimal_token_baseline,
     "tir_optimal_token_baseline": tir_optimal_token_baseline,
 }
@@ -57,5 +58,4 @@ __all__ = [
     "estimator_of",
     "gae",
     "has_token_baseline",
-    "remax",
 ]

@@ -7,6 +7,7 @@ import pytest
 
 import protos
 from services.book import Book, Group, Journal, Sample, State
+from services.compose import load_config
 from services.filtering import has_equal_rewards
 from services.generation import greedy, within_budget
 from services.ledger import Ledger
@@ -14,6 +15,7 @@ from services.recovery import recover
 from services.roster import Member, Roster
 from services.routing import Routing
 from tests.unit.services.life import Silence, made_trajectory
+from tests.unit.services.test_compose import problems_of, recipe_file
 
 
 def new_book(journal: Journal | None = None, *, group_size: int = 2, use_reference: bool = False) -> Book:
@@ -132,3 +134,35 @@ def test_it_is_drawn_greedily_and_otherwise_as_the_run_says() -> None:
     assert found.temperature == 0 and sampling.temperature == pytest.approx(0.7)
     found.temperature, found.max_tokens = sampling.temperature, sampling.max_tokens
     assert found == sampling
+
+
+# What the config must count.
+
+REMAX = "trainer.algorithm.adv_estimator=remax"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["run.group_size=64"], "run.group_size=64 and a baseline is larger than twice rollout.max_num_seqs=32"),
+        (
+            ["run.max_staleness=0", "run.prompts_per_step=13"],
+            "run.max_staleness=0 needs the 65 samples of a step at once, and the rollout servers take 64",
+        ),
+    ],
+)
+def test_what_fits_without_the_baseline_may_not_fit_with_it(tmp_path: Path, overrides: list[str], problem: str) -> None:
+    load_config(recipe_file(tmp_path), overrides)
+    (found,) = problems_of(recipe_file(tmp_path), [*overrides, REMAX])
+    assert problem in found
+
+
+def test_minibatches_divide_the_samples_that_are_trained_on(tmp_path: Path) -> None:
+    load_config(recipe_file(tmp_path), [REMAX, "trainer.algorithm.minibatches=16"])
+    (found,) = problems_of(recipe_file(tmp_path), [REMAX, "trainer.algorithm.minibatches=5"])
+    assert "= 16 samples cannot be cut" in found
+
+
+def test_one_sample_and_its_baseline_are_a_group(tmp_path: Path) -> None:
+    config = load_config(recipe_file(tmp_path), [REMAX, "run.group_size=1"])
+    assert config.trainer.algorithm.with_baseline and config.rules().min_group_samples == 1

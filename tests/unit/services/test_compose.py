@@ -311,7 +311,7 @@ def test_an_estimator_that_compares_in_a_group_refuses_a_group_of_one(tmp_path: 
 
 def alone(estimator: str) -> bool:
     """Without a group."""
-    return estimator in ("reinforce", "reinforce_plus_plus")
+    return estimator in ("reinforce", "reinforce_plus_plus", "remax")
 
 
 def test_missing_files_are_told_together(tmp_path: Path) -> None:

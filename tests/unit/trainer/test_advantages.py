@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions, gae, remax
+from trainer.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions, gae
 from trainer.config import ADVANTAGE_ESTIMATORS
 
 
@@ -26,6 +26,7 @@ def inputs(rewards: list[float], groups: list[int], lengths: list[int] | None = 
         group_B=torch.tensor(groups),
         logprobs_BR=torch.full_like(mask_BR, math.log(0.5)),
         square_sums_BR=torch.full_like(mask_BR, 0.375),
+        baseline_B=0.5 * torch.tensor(groups).double(),
     )
 
 
@@ -195,9 +196,11 @@ def test_gae_adds_up_discounted_temporal_differences() -> None:
 
 
 def test_remax_takes_the_greedy_reward_off() -> None:
-    found = remax(inputs([3, 1], [0, 0], [2, 1]), torch.tensor([2.0, 2.0]).double())
+    found = ESTIMATORS["remax"](inputs([3, 1], [4, 4], [2, 1]), AdvantageOptions())
     close(found.advantages_BR, [[1, 1], [-1, 0]])
     close(found.returns_BR, [[3, 3], [1, 0]])
+    with pytest.raises(ValueError, match="greedy sample of each prompt"):
+        advantages("remax", replace(inputs([3], [4], [2]), baseline_B=None))
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 6, 7, 8])

@@ -252,7 +252,7 @@ def test_old_logprobs_may_be_those_of_the_behaviour_policy() -> None:
     assert found["importance_ratio_max"] == 1.0
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "remax"])  # in test_baselines.py
 def test_every_estimator_trains(name: str) -> None:
     found = learner(adv_estimator=name, gdpo_weights={"exact": 1.0, "exact/form": 0.5} if name == "gdpo" else {})
     before = weights(found.model)
