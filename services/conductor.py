@@ -17,6 +17,7 @@
     +-----------------+ <---------- +---------+
                          reports: step trained, version pushed, checkpoint verified
 
+Evaluations go the same way beside training, and never into the book: services/evaluating.py.
 Everything that happens is a message in one mailbox; after each handful of messages the loop pumps every stage once.
 """
 
