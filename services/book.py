@@ -310,7 +310,7 @@ class Book:
         )
 
     def is_baseline(self, index: int) -> bool:
-        return index == self.group_size
+        return self.with_baseline and index == self.group_size
 
     def lacks_reference(self, sample: Sample) -> bool:
         """Whether a generated sample still needs reference logprobs; a baseline does not."""

@@ -14,7 +14,7 @@ from trainer.guards_config import GuardsConfig
 from trainer.kl_config import KlSettings
 from trainer.lora_config import LoraConfig
 from trainer.parallel_config import ParallelConfig
-from trainer.plugins import Kind, check
+from trainer.plugins import Kind, check, declares
 from trainer.section import Section, one_of
 
 ADVANTAGE_ESTIMATORS = (
@@ -170,7 +170,7 @@ class AlgorithmConfig(KlSettings):
     @property
     def with_baseline(self) -> bool:
         """Whether each prompt has a greedy sample beside those that are trained on: its reward is their baseline."""
-        return self.adv_estimator == "remax"
+        return self.adv_estimator == "remax" or declares(self.adv_estimator, ESTIMATOR, "with_baseline")
 
     @model_validator(mode="after")
     def _estimator_fits(self) -> Self:

@@ -61,6 +61,12 @@ def test_it_goes_into_the_batch_and_counts_there_like_every_sample() -> None:
     assert (counts.accepted, counts.trained, counts.balanced, book.outstanding) == (3, 3, True, 0)
 
 
+def test_without_baselines_no_sample_is_one() -> None:
+    """A run that goes on with smaller groups still has samples of that index."""
+    book = Book(group_size=2, use_reference=False, max_attempts=3, journal=Silence())
+    assert not book.is_baseline(2) and new_book().is_baseline(2)
+
+
 def test_its_age_is_that_of_the_group_too() -> None:
     book = new_book()
     group = book.accept(protos.Prompt())
@@ -155,6 +161,14 @@ def test_what_fits_without_the_baseline_may_not_fit_with_it(tmp_path: Path, over
     load_config(recipe_file(tmp_path), overrides)
     (found,) = problems_of(recipe_file(tmp_path), [*overrides, REMAX])
     assert problem in found
+
+
+def test_an_estimator_of_the_users_own_may_ask_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def over(inputs, options): ...\nover.with_baseline = True\ndef plain(inputs, options): ...\n")
+    for name, asked in (("over", True), ("plain", False)):
+        config = load_config(recipe_file(tmp_path), [f"trainer.algorithm.adv_estimator={file}:{name}"])
+        assert config.trainer.algorithm.with_baseline == asked
 
 
 def test_minibatches_divide_the_samples_that_are_trained_on(tmp_path: Path) -> None:
