@@ -64,10 +64,10 @@ def config_of(name: str, overrides: Sequence[str], *, steps: int, folder: Path, 
 
 def one_curve(config: Config, model: Path) -> dict[str, Any]:
     """One run from the start model: the mean reward of each step, and what the run took."""
-    began = time.monotonic()
     run = prepare_folder(config, fresh=True)
     if config.tiny is not None:
         shutil.copytree(config.trainer.model, model)
+    began = time.monotonic()
     run_processes(config, run, plain=False)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rewards = {row["step"]: row["reward_mean"] for row in rows}  # a step that was done again counts once
