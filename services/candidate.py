@@ -63,7 +63,11 @@ def compose(
             raise ValueError("--data without --reward: say what judges the responses, or a --recipe that does")
         said += UNBOUND
     if data is not None:
-        said += [f"data={json.dumps({'type': 'file', 'path': str(data)})}", "evaluation.data=null"]
+        said += [
+            f"data={json.dumps({'type': 'file', 'path': str(data)})}",
+            "evaluation.data=null",
+            "evaluation.every_steps=0",
+        ]
     if reward is not None:
         said.append(f"reward.functions={json.dumps([{'target': reward}])}")
     if engine is not None:

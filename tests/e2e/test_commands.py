@@ -42,6 +42,11 @@ def test_a_finished_run_is_shown_exported_and_evaluated(asynchronous_run: Run, t
     assert len(answers) == json.loads(judged.stdout)["num_prompts"] > 0
     assert all(answer["reward"] is not None for answer in answers)
 
+    own = offbeat("eval", "--model", str(asynchronous_run.folder), "--k", "1,2", "--num-prompts", "3")
+    assert own.returncode == 0, own.stderr
+    told = json.loads(own.stdout)
+    assert told["num_prompts"] == 3 and 0 <= told["pass@1"] <= told["pass@2"] <= 1 and told["temperature"] == 1.0
+
 
 def test_a_finished_run_is_not_started_again(asynchronous_run: Run, tmp_path: Path) -> None:
     again = offbeat("train", str(asynchronous_run.folder / "config.yaml"))

@@ -129,16 +129,22 @@ def test_a_file_needs_a_reward_and_a_model_must_be_there(tmp_path: Path, data: P
     assert "no whole checkpoint" in Evaluated(tmp_path, "--model", str(tmp_path)).errors
 
 
-def test_the_recipe_of_a_run_folder_is_its_own(tmp_path: Path, model_folder: Path) -> None:
+def test_a_recipe_gives_data_and_reward_and_a_file_takes_the_place_of_the_data(
+    tmp_path: Path, data: Path, model_folder: Path
+) -> None:
     recipe = {
         "model": str(model_folder),
         "run": {"name": "t", "num_steps": 1},
         "data": {"type": "arithmetic", "digits": 1},
         "rollout": {"max_model_len": 32, "threads": 1, "sampling": {"max_tokens": 2}},
         "reward": {"functions": [{"target": "arithmetic"}]},
+        "evaluation": {"every_steps": 5, "data": {"type": "arithmetic", "digits": 2}},
     }
     path = tmp_path / "own.yaml"
     path.write_text(yaml.safe_dump(recipe))
     found = Evaluated(tmp_path, "--model", str(model_folder), "--recipe", str(path), "--num-prompts", "5")
     assert found.code == 0 and found.told["num_prompts"] == 5 and found.told["max_tokens"] == 2
     assert all(sample["prompt_id"].startswith("arithmetic/test/") for sample in found.samples)
+    assert {len(sample["prompt"]) for sample in found.samples} == {6}, "what the run is evaluated on comes first"
+    found = Evaluated(tmp_path, "--model", str(model_folder), "--recipe", str(path), "--data", str(data))
+    assert [sample["prompt"] for sample in found.samples] == [row["prompt"] for row in ROWS]
