@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-TRAINING_ONLY = {"optimizer.safetensors", "state.json", "manifest.json"}
+TRAINING_ONLY = {"state.json", "manifest.json"}
 
 
 def newest_checkpoint(source: Path) -> Path:
     """The newest whole checkpoint of a run folder, or the checkpoint itself; ValueError where there is none."""
-    from trainer.checkpoint import CheckpointStore
-    from trainer.config import CheckpointConfig
+    from trainer.checkpoints.search import newest_whole
     from trainer.durable import problems
 
     if (source / "manifest.json").is_file():
@@ -24,7 +25,7 @@ def newest_checkpoint(source: Path) -> Path:
     folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source
     if not folder.is_dir():
         raise ValueError(f"{source}: no such run or checkpoint folder")
-    path, _ = CheckpointStore(folder, CheckpointConfig(), incarnation=0).latest_verified()
+    path, _ = newest_whole(folder)
     if path is None:
         raise ValueError(f"{folder}: no whole checkpoint")
     return path
@@ -35,12 +36,14 @@ def export_model(source: Path, out: Path, *, adapter: bool = False) -> int:
 
     adapter: of a LoRA run only the adapter, for PEFT.
     """
+    from trainer.checkpoints.failure import CheckpointFailed
+
     try:
         checkpoint = newest_checkpoint(source)
         if out.exists() and any(out.iterdir()):
             raise ValueError(f"{out}: is not empty")
         export_checkpoint(checkpoint, out, adapter=adapter)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, CheckpointFailed) as error:
         print(error, file=sys.stderr)
         return 2
     print(f"{checkpoint} -> {out}")
@@ -55,7 +58,35 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool) -> None:
     if has_adapter and not adapter:
         write_merged(checkpoint, out)
     else:
-        copy_all((file for file in sorted(checkpoint.iterdir()) if file.name not in TRAINING_ONLY), out)
+        write_plain(checkpoint, out, part="adapter_model" if has_adapter else "model")
+
+
+@contextmanager
+def loadable(checkpoint: Path) -> Iterator[Path]:
+    """A folder that AutoModelForCausalLM and vLLM load: the checkpoint itself, where it holds a model as one file.
+
+    Otherwise (an adapter, shards of several ranks) an export of it, which lives as long as the context.
+    """
+    if (checkpoint / "model.safetensors").is_file():
+        yield checkpoint
+        return
+    with tempfile.TemporaryDirectory(prefix="offbeat-model-") as scratch:
+        export_checkpoint(checkpoint, Path(scratch), adapter=False)
+        yield Path(scratch)
+
+
+def write_plain(checkpoint: Path, out: Path, *, part: str) -> None:
+    """The tensors of a part, put together where several ranks have written it, and what is no tensor."""
+    from trainer.checkpoints.blocks import whole_file
+    from trainer.checkpoints.whole import write_whole
+
+    out.mkdir(parents=True, exist_ok=True)
+    if (checkpoint / whole_file(part)).is_file():
+        copy_all([checkpoint / whole_file(part)], out)
+    else:
+        write_whole(checkpoint, part, out)
+    small = (file for file in sorted(checkpoint.iterdir()) if file.suffix != ".safetensors")
+    copy_all((file for file in small if file.name not in TRAINING_ONLY), out)
 
 
 def write_merged(checkpoint: Path, out: Path) -> None:

@@ -65,7 +65,8 @@ class Launcher:
         self.children = [self._child(post) for post in lineup(config)]
 
     def _child(self, post: Post) -> Child:
-        command = [post.python, "-P", "-m", "services.cli", "serve", post.role, "--name", post.name]
+        module = ["services.cli"] if post.ranks == 1 else ["services.torchrun", str(post.ranks)]
+        command = [post.python, "-P", "-m", *module, "serve", post.role, "--name", post.name]
         command += ["--folder", str(self.folder), "--host", self.config.launch.host]
         if post.role == "conductor":
             command += ["--config", str(self.folder / "config.yaml"), "--port", str(self.port)]

@@ -23,7 +23,7 @@ from services.trainer_work import Trained, TrainerWork
 from services.worker import Worker
 
 if TYPE_CHECKING:
-    from trainer.checkpoint import Snapshot
+    from concurrent.futures import Future
 
 logger = logging.getLogger(__name__)
 REPORTS_KEPT = 8
@@ -55,6 +55,7 @@ class TrainerService(Worker, protos.TrainerServicer):
         await self.load(self._load)
 
     def _load(self) -> None:
+        from trainer.checkpoints.due import Due
         from trainer.model import model_fingerprint
         from trainer.parallel.orders import Orders
         from trainer.parallel.start import seat
@@ -63,6 +64,7 @@ class TrainerService(Worker, protos.TrainerServicer):
         self.part = TrainerWork(self.config, self.folder, Orders(seat()))
         self.part.load()
         self.policy_version = self.part.step
+        self._due = Due(self.config.trainer.checkpoint)
 
     def state(self) -> protos.JoinRequest:
         return protos.JoinRequest(policy_version=self.policy_version)
@@ -211,8 +213,7 @@ class TrainerService(Worker, protos.TrainerServicer):
     # Checkpoints.
 
     async def _save_if_due(self, step: int) -> None:
-        every = self.config.trainer.checkpoint.every_steps
-        if every and step % every == 0:
+        if self._due.after(step):
             (await self._save()).add_done_callback(self._saved)
 
     def _saved(self, done: asyncio.Task[protos.CheckpointReport]) -> None:
@@ -226,18 +227,20 @@ class TrainerService(Worker, protos.TrainerServicer):
                 report = await self._save_task
                 if report.path and report.step == self.part.step:
                     return self._save_task
+            step = self.part.step
+            fault(self.name, "checkpoint.write", step=step)
+            self._due.saved()
             async with self._still():
-                taken = await self.compute(self.part.snapshot)
-            self._save_task = asyncio.create_task(self._write(taken), name=f"save-{taken.step}")
+                writing = await self.compute(self.part.save)
+            self._save_task = asyncio.create_task(self._written(step, writing), name=f"save-{step}")
             return self._save_task
 
-    async def _write(self, taken: Snapshot) -> protos.CheckpointReport:
-        from trainer.checkpoint import CheckpointFailed
+    async def _written(self, step: int, writing: Future[Path]) -> protos.CheckpointReport:
+        from trainer.checkpoints.failure import CheckpointFailed
 
-        fault(self.name, "checkpoint.write", step=taken.step)
-        report = protos.CheckpointReport(step=taken.step)
+        report = protos.CheckpointReport(step=step)
         try:
-            path = await asyncio.to_thread(self.part.store.write, taken)
+            path = await asyncio.wrap_future(writing)
         except CheckpointFailed as error:
             report.problem = str(error)
             return report
@@ -249,7 +252,7 @@ class TrainerService(Worker, protos.TrainerServicer):
         return protos.SaveReply(checkpoint=await (await self._save()))
 
     async def Export(self, request: protos.ExportRequest, context: Any) -> protos.ExportReply:
-        """A checkpoint is a Hugging Face folder already: export names the newest one."""
+        """Save, and name the checkpoint: of one rank a Hugging Face folder; of several `offbeat export` makes one."""
         report = await (await self._save())
         if report.problem:
             await context.abort(grpc.StatusCode.INTERNAL, report.problem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from services.errors import Broken
+from services.faults import fault
 from services.trainer_work import ordered_work
 from trainer.parallel.orders import Orders
 from trainer.parallel.start import Seat
@@ -21,6 +22,7 @@ def follow(place: Seat) -> None:
         work.load()
         while name != "leave":
             name, payload = orders.take()
+            fault(f"trainer-rank-{place.rank}", f"order.{name}")
             work.obey(name, payload)
     except Exception as error:
         logger.exception("the rank broke at work")

@@ -1,4 +1,4 @@
-"""What a trainer rank does, the same on each of them: load, train, pack, stream, snapshot.
+"""What a trainer rank does, the same on each of them: load, train, pack, stream, save.
 
 rank 0: service -> an order to the others, and its own part        the others: services/trainer_rank.py
 """
@@ -9,6 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,12 +48,13 @@ class TrainerWork:
     def load(self) -> None:
         """Join the other ranks, load and shard the model, go back to the newest whole checkpoint, pack."""
         from services.reach import reach_of_device
-        from trainer.checkpoint import CheckpointStore, restore
+        from trainer.checkpoints.restore import restore
+        from trainer.checkpoints.store import CheckpointStore
 
         self._tell("load", json.dumps([self.config.model_dump(mode="json"), str(self.folder)]).encode())
         self._make_learner()
         folder, config = self.folder / "checkpoints", self.config.trainer.checkpoint
-        self.store = CheckpointStore(folder, config, incarnation=os.getpid())
+        self.store = CheckpointStore(folder, config, incarnation=os.getpid(), ranks=self.learner.ranks)
         found, problems = self.store.latest_verified()
         for problem in problems:
             logger.error("a checkpoint is damaged", extra={"facts": {"problem": problem}})
@@ -128,18 +130,26 @@ class TrainerWork:
         if not self.learner.ranks.leads:
             self.outgoing.follow()
 
-    def snapshot(self) -> Snapshot:
-        """The present state, on the CPU."""
-        from trainer.checkpoint import snapshot
+    def save(self) -> Future[Path]:
+        """Copy the present state to the CPU; a thread of its own writes it. The future may fail by CheckpointFailed."""
+        from trainer.checkpoints.failure import CheckpointFailed
+        from trainer.checkpoints.snapshot import snapshot
 
-        self._tell("snapshot")
-        return snapshot(self.learner, step=self.step, policy_version=self.step)
+        self._tell("save")
+        try:
+            self.store.ready()
+        except CheckpointFailed as error:
+            failed: Future[Path] = Future()
+            failed.set_exception(error)
+            return failed
+        return self.store.begin(snapshot(self.learner, step=self.step, policy_version=self.step))
 
     def leave(self) -> None:
-        """No further order will come."""
+        """No further order will come; a checkpoint that is being written is finished."""
         import torch.distributed as dist
 
         self._tell("leave")
+        self.store.finish()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -148,7 +158,14 @@ class TrainerWork:
         if name == "train":
             self.train(protos.TrajectoryBatch.FromString(payload))
         else:
-            {"pack": self.pack, "stream": self.stream, "snapshot": self.snapshot, "leave": self.leave}[name]()
+            {"pack": self.pack, "stream": self.stream, "save": self._save_share, "leave": self.leave}[name]()
+
+    def _save_share(self) -> None:
+        def told(done: Future[Path]) -> None:
+            if done.exception() is not None:
+                logger.error("no checkpoint", extra={"facts": {"problem": str(done.exception())}})
+
+        self.save().add_done_callback(told)
 
     def _tell(self, name: str, payload: bytes = b"") -> None:
         if self.orders.leads:

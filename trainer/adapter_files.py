@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from protos.lowrank import add_low_rank
 from trainer import durable
+from trainer.checkpoints.whole import whole_tensors
 from trainer.lora import ADAPTER, adapter_weights, base_fingerprint
 from trainer.model import load_model, model_folder
 
-ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_PART, ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
 PREFIX = "base_model.model."
 """That PEFT's wrapper puts before the names of the model."""
 
@@ -49,7 +49,7 @@ def merged_model(checkpoint: Path) -> tuple[nn.Module, Path]:
     model = load_model(base["model"], dtype=base["dtype"], attn_implementation="sdpa", device="cpu")
     if base_fingerprint(model) != base["fingerprint"]:
         raise ValueError(f"{base['model']} has changed since {checkpoint} was trained on it")
-    factors = load_file(checkpoint / ADAPTER_WEIGHTS)
+    factors = whole_tensors(checkpoint, ADAPTER_PART)
     for name in sorted(one.removesuffix(".lora_A.weight") for one in factors if one.endswith(".lora_A.weight")):
         weight = model.get_parameter(f"{name.removeprefix(PREFIX)}.weight")
         a, b = factors[f"{name}.lora_A.weight"], factors[f"{name}.lora_B.weight"]

@@ -265,9 +265,15 @@ class OptimizerConfig(Section):
 class CheckpointConfig(Section):
     """When checkpoints are written and which are kept."""
 
-    every_steps: int = Field(default=50, ge=0, description="training steps between checkpoints; 0: only at the end")
+    every_steps: int = Field(default=50, ge=0, description="training steps between checkpoints; 0: not by steps")
+    every_minutes: float = Field(
+        default=0.0, ge=0, description="a step that ends so long after the last checkpoint is saved, too; 0: not by time"
+    )
     keep_last: int = Field(default=3, ge=2, description="newest checkpoints that are kept")
     keep_every: int = Field(default=0, ge=0, description="also keep each step divisible by this; 0: none")
+    deadline_seconds: float = Field(
+        default=1800.0, gt=0, description="several ranks: a checkpoint that takes one of them longer has failed"
+    )
 
 
 class TrainerConfig(Section):

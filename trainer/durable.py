@@ -8,6 +8,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,25 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def seal(folder: Path, facts: dict[str, Any]) -> None:
-    """Flushes every file of `folder`, then writes its manifest: `facts`, and size and sha256 of each file."""
+def measured(path: Path) -> dict[str, Any]:
+    """Flushes a file; gives its size and sha256."""
+    sync(path)
+    return _size_and_hash(path)
+
+
+def seal(folder: Path, facts: dict[str, Any], *, measured_before: Mapping[str, dict[str, Any]] | None = None) -> None:
+    """Flushes every file of `folder`, then writes its manifest: `facts`, and size and sha256 of each file.
+
+    measured_before: what other processes, which wrote some of the files, found by `measured`; OSError where they are
+    not here.
+    """
+    known = measured_before or {}
+    for name, found in known.items():
+        if os.lstat(folder / name).st_size != found["size"]:
+            raise OSError(0, "is not as it was written", str(folder / name))
     names = sorted(os.listdir(folder))
-    for name in names:
-        sync(folder / checked_name(name))
-    body = {**facts, "files": {name: _size_and_hash(folder / name) for name in names}}
+    files = {name: known.get(name) or measured(folder / checked_name(name)) for name in names}
+    body = {**facts, "files": files}
     write_bytes(folder / MANIFEST, _json({**body, "checksum": _checksum(body)}))
     sync(folder)
 
@@ -65,15 +79,19 @@ def replace_text(path: Path, text: str, *, suffix: str) -> None:
     sync(path.parent)
 
 
-def problems(folder: Path) -> list[str]:
-    """What is wrong with a sealed folder, one sentence naming each broken file; empty when it is whole."""
+def problems(folder: Path, *, rank: int = 0, size: int = 1) -> list[str]:
+    """What is wrong with a sealed folder, one sentence naming each broken file; empty when it is whole.
+
+    size: so many processes share the files among them, and each looks at the manifest.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return [f"{folder} is not a folder"]
     try:
         files = _manifest_files(folder)
     except (OSError, ValueError) as error:
         return [f"{folder / MANIFEST}: {error}"]
-    found = (_problem(folder / name, expected) for name, expected in files.items())
+    share = list(files.items())[rank::size]
+    found = (_problem(folder / name, expected) for name, expected in share)
     return [problem for problem in found if problem]
 
 

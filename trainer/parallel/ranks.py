@@ -23,6 +23,8 @@ class Ranks:
     size: int = 1
     mesh: DeviceMesh | None = None
     """Over which the weights are sharded; None: they are whole."""
+    group: dist.ProcessGroup | None = None
+    """For the exchanges below; None: the one of training."""
 
     @property
     def leads(self) -> bool:
@@ -32,12 +34,12 @@ class Ranks:
         """Adds up CPU tensors over all ranks, in place; each rank gives the same shapes in the same order."""
         if self.size > 1:
             for tensor in tensors:
-                dist.all_reduce(tensor)
+                dist.all_reduce(tensor, group=self.group)
 
     def max_(self, tensor: Tensor) -> None:
         """The largest value of any rank, place by place of a CPU tensor."""
         if self.size > 1:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank gives, by rank: anything that JSON holds (it comes back as JSON has it)."""
@@ -46,9 +48,9 @@ class Ranks:
         own = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = len(own)
-        dist.all_reduce(sizes)
+        dist.all_reduce(sizes, group=self.group)
         rows = [torch.zeros(int(sizes.max()), dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(rows, torch.cat([own, rows[0][len(own) :]]))
+        dist.all_gather(rows, torch.cat([own, rows[0][len(own) :]]), group=self.group)
         return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
     def total(self, value: Tensor) -> float:

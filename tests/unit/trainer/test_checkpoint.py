@@ -15,7 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from trainer.batch import Trajectory
-from trainer.checkpoint import CheckpointFailed, CheckpointStore, Restored, restore, snapshot
+from trainer.checkpoints.failure import CheckpointFailed
+from trainer.checkpoints.restore import Restored, restore
+from trainer.checkpoints.snapshot import snapshot
+from trainer.checkpoints.store import CheckpointStore
 from trainer.config import AlgorithmConfig, CheckpointConfig, OptimizerConfig, TrainerConfig
 from trainer.model import load_model, model_fingerprint, model_folder
 from trainer.step import Learner

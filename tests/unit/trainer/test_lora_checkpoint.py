@@ -16,7 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from protos.tensors import named_views
 from services.export import export_model
 from trainer.batch import Trajectory
-from trainer.checkpoint import CheckpointFailed, CheckpointStore, restore, snapshot
+from trainer.checkpoints.failure import CheckpointFailed
+from trainer.checkpoints.restore import restore
+from trainer.checkpoints.snapshot import snapshot
+from trainer.checkpoints.store import CheckpointStore
 from trainer.config import CheckpointConfig, OptimizerConfig, TrainerConfig
 from trainer.lora import attach_adapter
 from trainer.lora_config import LoraConfig

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.unit.trainer.test_step import tiny_model, trajectories
-from trainer.checkpoint import CheckpointStore, restore, snapshot
+from trainer.checkpoints.restore import restore
+from trainer.checkpoints.snapshot import snapshot
+from trainer.checkpoints.store import CheckpointStore
 from trainer.config import AlgorithmConfig, CheckpointConfig, OffloadMode, OptimizerConfig, TrainerConfig
 from trainer.offload import Offload
 from trainer.optimizer import build_optimizer
@@ -40,7 +42,7 @@ def trained(one: Learner, steps: Sequence[int]) -> list[dict[str, float]]:
 
 def state_of(one: Learner) -> dict[str, Tensor]:
     taken = snapshot_of(one)
-    return {**taken.model, **taken.optimizer}
+    return {f"{part}:{name}": shard.block for part, shards in taken.parts.items() for name, shard in shards.items()}
 
 
 def snapshot_of(one: Learner) -> Any:
