@@ -21,7 +21,6 @@ from services.config import Config
 
 if TYPE_CHECKING:
     from trainer.batch import Trajectory
-    from trainer.checkpoint import Snapshot
     from trainer.parallel.orders import Orders
 
 logger = logging.getLogger(__name__)
