@@ -16,11 +16,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from rollout.datasets.arithmetic import Split
 from services.candidate import compose, model_folder, own_recipe
 from services.config import Config
 from services.errors import ConfigError, OffbeatError
+from services.evaluation_config import split_of
 from services.responses import Answered, generate, judge
 from services.verdicts import figures
 
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from rollout.sampling import SamplingParams
 
 SHOWN_FAILURES = 3
-SPLITS = ("train", "test")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +93,11 @@ async def evaluate(config: Config, asked: Asked) -> tuple[dict[str, Any], list[A
     from rollout.datasets import load_rows
 
     began = time.monotonic()
-    if asked.split not in SPLITS:
-        raise ValueError(f"--split {asked.split}: there are {' and '.join(SPLITS)}")
+    if asked.split not in get_args(Split):
+        raise ValueError(f"--split {asked.split}: there are {' and '.join(get_args(Split))}")
     ks = asked.ks()
-    data = (config.evaluation.data or config.data).model_copy(
-        update={"split": asked.split, "limit": asked.num_prompts or None}
-    )
+    split: Split = "train" if asked.split == "train" else "test"
+    data = split_of(config.evaluation.data or config.data, split, num_prompts=asked.num_prompts)
     rows = load_rows(data).rows
     num_samples = max(ks) if asked.samples_per_prompt is None else asked.samples_per_prompt
     sampling = sampling_of(config, asked, num_samples=num_samples)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
+from rollout.datasets.arithmetic import ENUMERABLE, Split, num_problems
 from rollout.datasets.config import DataConfig
 from services.launch_config import Section
 
@@ -20,7 +21,7 @@ class EvaluationConfig(Section):
     at_start: bool = Field(default=False, description="the start model, version 0, is evaluated, too")
     at_end: bool = Field(default=True, description="the last version is evaluated, whatever every_steps says")
     data: DataConfig | None = Field(default=None, description="where the prompts come from; null: the section data")
-    split: Literal["train", "test"] = Field(default="test", description="which split of it")
+    split: Split = Field(default="test", description="which split of it")
     num_prompts: int = Field(default=64, ge=0, description="the first so many prompts of the split; 0: all")
     samples_per_prompt: int = Field(default=1, ge=1, le=65535, description="samples drawn for each prompt")
     k: tuple[int, ...] = Field(
@@ -56,7 +57,7 @@ class EvaluationConfig(Section):
 
     def prompts_of(self, data: DataConfig) -> DataConfig:
         """The source of the prompts, in a run on `data`."""
-        return (self.data or data).model_copy(update={"split": self.split, "limit": self.num_prompts or None})
+        return split_of(self.data or data, self.split, num_prompts=self.num_prompts)
 
     def problems(self, *, data: DataConfig, group_size: int, num_at_once: int) -> Iterator[str]:
         """Why it cannot be in a run on `data` whose servers take `num_at_once` samples each."""
@@ -72,3 +73,12 @@ class EvaluationConfig(Section):
                 f"evaluation.every_steps={self.every_steps}: a group fills the {num_at_once} samples that a rollout"
                 " server takes at once (twice max_num_seqs); no evaluation would fit beside it"
             )
+
+
+def split_of(data: DataConfig, split: Split, *, num_prompts: int) -> DataConfig:
+    """The first prompts of a split, 0: all. How many problems are made for one split is no bound for the other."""
+    changes: dict[str, object] = {"split": split, "limit": num_prompts or None}
+    if data.type == "arithmetic" and split != data.split:
+        countable = num_problems(digits=data.digits, operators=data.operators) <= ENUMERABLE
+        changes["size"] = None if countable else num_prompts or data.size
+    return data.model_copy(update=changes)

@@ -2,7 +2,7 @@
 
     generation   leases go out; the trainer's state lies in host memory (trainer.offload)
         |        a batch is recorded: no more leases
-    closing      what is leased comes in, or its lease ends
+    closing      what is leased comes in, or its lease ends; of an evaluation, too
         |        Sleep to every rollout server
     training     all sleep: the batch goes to the trainer, which brings its state to the card, steps, packs the new
         |        version, puts its state away, and pushes; the swap wakes a server

@@ -66,8 +66,8 @@ def evaluated(status: protos.ConductorStatusReply) -> list[str]:
     if "pass@1" not in last:
         return []
     parts = [f"pass@1 {last['pass@1']:.3f} at version {last['version']:.0f}"]
-    better = last["best_pass@1"] > last["pass@1"]
-    return parts + ([f"best {last['best_pass@1']:.3f} at {last['best_version']:.0f}"] if better else [])
+    best = last.get("best_pass@1", 0.0)
+    return parts + ([f"best {best:.3f} at {last['best_version']:.0f}"] if best > last["pass@1"] else [])
 
 
 def panel(status: protos.ConductorStatusReply, rates: Rates) -> RenderableType:

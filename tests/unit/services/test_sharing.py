@@ -19,6 +19,7 @@ class Hall(Sharing):
     """Notes what is asked of whom instead of calling; `answer` is the server's part."""
 
     def __init__(self, book: Book, members: list[Member], *, on: bool = True) -> None:
+        self.evaluates = False
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.asked: list[tuple[str, Card]] = []
         self.problems: list[tuple[str, str]] = []
@@ -29,6 +30,7 @@ class Hall(Sharing):
             post=lambda message: message(),
             tell=lambda kind, service, message, **facts: self.events.append((kind, facts)),
             on_problem=lambda member, problem: self.problems.append((member.name, str(problem))),
+            busy=lambda: self.evaluates,
         )
 
     def ask(self, member: Member, wanted: Card) -> None:
@@ -169,3 +171,17 @@ def record_one(book: Book) -> None:
     group = leased(book)
     finished(book, group)
     record(book, group)
+
+
+def test_the_card_changes_hands_only_when_the_samples_of_an_evaluation_are_in_too(book: Book) -> None:
+    one = member("a", "awake")
+    hall = Hall(book, [one])
+    group = leased(book)
+    finished(book, group)
+    record(book, group)
+    hall.evaluates = True
+    assert hall.heard() == [] and not hall.may_lease(one) and not hall.may_train(1)
+    hall.evaluates = False
+    assert hall.heard() == [("a", "asleep")]
+    hall.answer(one, "asleep")
+    assert hall.may_train(1)
