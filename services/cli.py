@@ -176,10 +176,10 @@ def export(
 
 @app.command("make-model", context_settings=OVERRIDES)
 def make_model(recipe: str, overrides: Overrides = None) -> None:
-    """Make the small start model that a recipe asks for, before services are started one by one."""
-    from services.tiny import make_start_model
+    """Make the small models that a recipe asks for, before services are started one by one."""
+    from services.tiny import make_models
 
-    leave(make_start_model(load(recipe, overrides)))
+    leave(make_models(load(recipe, overrides)))
 
 
 @app.command("make-shape")

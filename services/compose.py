@@ -136,6 +136,10 @@ def share_model(values: dict[str, Any]) -> None:
     if model is None and values.get("tiny") is not None:
         run = dig(values, "run")
         model = values["model"] = str(Path(str(run.get("folder", "outputs"))) / str(run.get("name", "")) / "model")
+    if dig(values, "reference").get("tiny") is not None:
+        run = dig(values, "run")
+        teacher = str(Path(str(run.get("folder", "outputs"))) / str(run.get("name", "")) / "teacher")
+        values["reference"].setdefault("model", teacher)
     for room in ROOMS_WITH_MODEL:
         section = values.setdefault(room, {})
         if isinstance(section, dict) and model is not None:
@@ -214,12 +218,11 @@ def section_type(annotation: Any) -> Any:
 
 def missing_files(config: Config, places: Places) -> list[str]:
     """Folders and files that the config names and that are not there."""
-    problems = []
-    if config.tiny is None:
-        for room, model in (("rollout", config.rollout.model), ("trainer", config.trainer.model)):
-            if looks_like_path(model) and not (Path(model).expanduser() / "config.json").is_file():
-                key: tuple[str, ...] = ("model",) if config.model == model else (room, "model")
-                problems.append(f"{place_of(key, places)}: {'.'.join(key)}: no model folder at {model}")
+    problems = [
+        f"{place_of(key, places)}: {'.'.join(key)}: no model folder at {model}"
+        for key, model in models(config)
+        if looks_like_path(model) and not (Path(model).expanduser() / "config.json").is_file()
+    ]
     for section, data in ((("data",), config.data), (("evaluation", "data"), config.evaluation.data)):
         for path in data.paths if data is not None else ():
             if not Path(path).expanduser().exists():
@@ -229,6 +232,15 @@ def missing_files(config: Config, places: Places) -> list[str]:
         if not is_executable(python):
             problems.append(f"{place_of(key, places)}: {'.'.join(key)}: no such Python: {python}")
     return sorted(set(problems))
+
+
+def models(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every model that has to be there already, with its key."""
+    if config.tiny is None:
+        for room, model in (("rollout", config.rollout.model), ("trainer", config.trainer.model)):
+            yield ("model",) if config.model == model else (room, "model"), model
+    if config.reference.tiny is None and config.reference.model is not None:
+        yield ("reference", "model"), config.reference.model
 
 
 def pythons(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:

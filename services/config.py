@@ -15,6 +15,7 @@ from rollout.datasets.config import DataConfig
 from services.errors import ConfigError
 from services.evaluation_config import EvaluationConfig
 from services.launch_config import FleetMember, LaunchConfig, Section
+from services.model_config import ReferenceConfig, TinyConfig
 from trainer.config import ESTIMATOR, TrainerConfig
 from trainer.plugins import declares
 
@@ -109,34 +110,6 @@ class PushConfig(Section):
     host: str = Field(default="127.0.0.1", description="address of the trainer's interface on which ranks meet")
 
 
-class ReferenceConfig(Section):
-    """The frozen policy."""
-
-    enabled: bool = Field(
-        default=False, description="ask for reference logprobs even where no KL is used (as a metric)"
-    )
-    model: str | None = Field(default=None, description="folder or hub id; null: the start model")
-    max_tokens_per_microbatch: int = Field(default=16384, ge=1, description="tokens, padding included, in one forward")
-    threads: int = Field(default=1, ge=0, description="CPU threads; 0: as torch finds it")
-
-
-class TinyConfig(Section):
-    """A model made on the spot, where no model folder is given."""
-
-    preset: Literal["demo", "gsm8k", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"] = Field(
-        default="demo",
-        description="size and tokenizer; qwen3: a real size, random weights in trainer.dtype, for benches",
-    )
-    seed: int = Field(default=0, ge=0, description="seed of the weights and of the warm start")
-    warm_start_steps: int = Field(default=0, ge=0, description="supervised steps on the run's own data; 0: none")
-
-    @model_validator(mode="after")
-    def _warm_start_fits(self) -> Self:
-        if self.warm_start_steps and self.preset.startswith("qwen3"):
-            raise ValueError(f"preset {self.preset} is for benches and has no warm start: set warm_start_steps=0")
-        return self
-
-
 class Config(Section):
     """A whole run."""
 
@@ -156,7 +129,13 @@ class Config(Section):
     @property
     def use_reference(self) -> bool:
         """Whether samples need reference logprobs before they are trained on."""
-        return self.reference.enabled or self.trainer.algorithm.kl_use != "none"
+        asked = self.reference.enabled or self.trainer.algorithm.adv_estimator == "distillation"
+        return asked or self.trainer.algorithm.kl_use != "none"
+
+    def models_to_make(self) -> list[tuple[TinyConfig, Path]]:
+        """Models that are made on the spot, and where: the start model, the reference."""
+        wanted = ((self.tiny, self.trainer.model), (self.reference.tiny, self.reference.model))
+        return [(tiny, Path(folder)) for tiny, folder in wanted if tiny is not None and folder is not None]
 
     @property
     def compares_in_group(self) -> bool:
@@ -243,9 +222,20 @@ class Config(Section):
             else "",
             "launch.share_gpu and launch.gpus both place services: say one" if launch.share_gpu and launch.gpus else "",
             *self._gdpo_problems(),
+            *self._teacher_problems(),
             *self.evaluation.problems(data=self.data, group_size=in_group, num_at_once=2 * smallest),
             *(self._time_sharing_problems() if launch.time_sharing else ()),
         ]
+
+    def _teacher_problems(self) -> Iterator[str]:
+        """What keeps the reference from being a teacher."""
+        if self.trainer.algorithm.adv_estimator == "distillation":
+            yield from self.reference.teacher_problems(
+                start_model=self.trainer.model, start=self.tiny, dynamic_sampling=self.run.dynamic_sampling
+            )
+        computed = self.use_reference or self.trainer.algorithm.kl_use != "none"
+        if self.trainer.guards.kl_above is not None and not computed:
+            yield "trainer.guards.kl_above looks at a KL that is not computed: set reference.enabled=true"
 
     def _gdpo_problems(self) -> Iterator[str]:
         """Parts of the reward that nobody gives."""

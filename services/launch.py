@@ -162,10 +162,10 @@ def prepare_folder(config: Config, *, fresh: bool) -> Path:
     ] >= config.run.num_steps:
         raise OffbeatError(f"{folder} holds a finished run: choose another run.name, more run.num_steps, or --fresh")
     save_config(config, folder)
-    if config.tiny is not None and not Path(config.trainer.model).exists():
+    if not all(made.exists() for _, made in config.models_to_make()):
         command = [sys.executable, "-P", "-m", "services.cli", "make-model", str(folder / "config.yaml")]
         if subprocess.run(command, check=False).returncode:
-            raise OffbeatError("the start model could not be made")
+            raise OffbeatError("a model that the run begins with could not be made")
     return folder
 
 

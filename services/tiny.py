@@ -1,4 +1,4 @@
-"""Models made on the spot: the small start model that a recipe asks for, and those of real sizes for benches."""
+"""Models made on the spot: the small models that a recipe asks for, and those of real sizes for benches."""
 
 from __future__ import annotations
 
@@ -6,37 +6,55 @@ import sys
 import time
 from pathlib import Path
 
+from rollout.datasets.config import DataConfig
 from services.config import Config
+from services.model_config import TinyConfig
 
 WARM_START_ROWS = 4096
 
 
-def make_start_model(config: Config) -> int:
-    """Write the model and, where asked, warm-start it on the run's own training prompts; one that is there stays."""
-    from rollout.datasets import load_rows
+def make_models(config: Config) -> int:
+    """Write the models that the run begins with; one that is there stays. The exit code."""
+    for tiny, folder in config.models_to_make():
+        if (folder / "config.json").is_file():
+            print(f"{folder}: nothing to make")
+        else:
+            make_model(tiny, folder, config)
+    return 0
+
+
+def make_model(tiny: TinyConfig, folder: Path, config: Config) -> None:
+    """Write a model and, where asked, warm-start it on the run's own training prompts."""
     from trainer.shapes import make_shape
     from trainer.tiny import SHAPES as SMALL
     from trainer.tiny import make_tiny_qwen3
 
-    tiny, folder = config.tiny, Path(config.trainer.model)
-    if tiny is None or (folder / "config.json").is_file():
-        print(f"{folder}: nothing to make")
-        return 0
     if tiny.preset not in SMALL:
         make_shape(tiny.preset, folder, dtype=config.trainer.dtype, seed=tiny.seed)
-        return 0
+        return
     scratch = folder.with_name(f"{folder.name}.tmp")
     make_tiny_qwen3(scratch, preset=tiny.preset, seed=tiny.seed)
     if tiny.warm_start_steps:
-        from trainer.warmstart import warm_start
-
-        train = load_rows(config.data.model_copy(update={"split": "train"})).rows
-        test = load_rows(config.data.model_copy(update={"split": "test"})).rows
-        pairs = [[(row.text or "", row.ground_truth) for row in rows[:WARM_START_ROWS]] for rows in (train, test)]
-        done = warm_start(scratch, pairs[0], held_out=pairs[1], steps=tiny.warm_start_steps, seed=tiny.seed)
-        print(f"warm start: {done.steps} supervised steps, held-out accuracy {done.accuracy:.3f}")
+        warm_start_on(config.data, tiny, scratch)
     scratch.rename(folder)
-    return 0
+
+
+def warm_start_on(data: DataConfig, tiny: TinyConfig, folder: Path) -> None:
+    """Supervised steps on the training split, until the accuracy on the other is enough."""
+    from rollout.datasets import load_rows
+    from trainer.warmstart import warm_start
+
+    train, test = (load_rows(data.model_copy(update={"split": split})).rows for split in ("train", "test"))
+    pairs = [[(row.text or "", row.ground_truth) for row in rows[:WARM_START_ROWS]] for rows in (train, test)]
+    done = warm_start(
+        folder,
+        pairs[0],
+        held_out=pairs[1],
+        steps=tiny.warm_start_steps,
+        seed=tiny.seed,
+        target_accuracy=tiny.warm_start_accuracy,
+    )
+    print(f"warm start of {folder.stem}: {done.steps} supervised steps, held-out accuracy {done.accuracy:.3f}")
 
 
 def make_bench_model(name: str, out: Path, *, dtype: str, seed: int) -> int:

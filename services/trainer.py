@@ -124,6 +124,9 @@ class TrainerService(Worker, protos.TrainerServicer):
             incarnation=batch.incarnation,
             metrics=trained.metrics,
             mismatches=trained.mismatches,
+            skipped_updates=trained.skipped_updates,
+            alarms=trained.alarms,
+            stop_reason=trained.stop_reason,
             step_seconds=seconds,
             wait_seconds=waited,
             replay=batch.replay,
@@ -132,6 +135,9 @@ class TrainerService(Worker, protos.TrainerServicer):
         self._reports.append(report)
         self._outbox.put(protos.TrainReply(report=report))
         fault(self.name, "step.reported", step=batch.step)
+        if trained.stop_reason:
+            logger.error("no further step: the conductor ends the run", extra={"facts": {"why": trained.stop_reason}})
+            await self.draining.wait()
         for push in pushes:
             self._outbox.put(protos.TrainReply(push=push))
         if not self.part.outgoing.streamed:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import protos
 from protos.arrays import from_array
@@ -32,6 +32,10 @@ class Trained:
 
     metrics: dict[str, float]
     mismatches: Sequence[protos.ServerMismatch]
+    skipped_updates: Sequence[protos.SkippedUpdate]
+    alarms: Sequence[protos.Alarm]
+    stop_reason: str
+    """Why no further step may be made; empty where one may."""
 
 
 class TrainerWork:
@@ -58,7 +62,9 @@ class TrainerWork:
         for problem in problems:
             logger.error("a checkpoint is damaged", extra={"facts": {"problem": problem}})
         if found is not None:
-            self.step = restore(found, self.learner).policy_version
+            restored = restore(found, self.learner)
+            self.step = restored.policy_version
+            self.learner.guards.restore(restored.extra.get("guards", {}))
             logger.info("resumed", extra={"facts": {"step": self.step, "path": found}})
         self._make_outgoing()
         self.outgoing.pack()
@@ -115,6 +121,15 @@ class TrainerWork:
                 )
                 for one in self.learner.mismatches
             ],
+            skipped_updates=[
+                protos.SkippedUpdate(samples=skip.samples, suspects=skip.suspects, reason=skip.reason)
+                for skip in self.learner.guards.skips
+            ],
+            alarms=[
+                protos.Alarm(name=alarm.name, value=alarm.value, threshold=alarm.threshold)
+                for alarm in self.learner.guards.alarms
+            ],
+            stop_reason=self.learner.guards.stop_reason,
         )
 
     def pack(self) -> None:
@@ -141,7 +156,10 @@ class TrainerWork:
             failed: Future[Path] = Future()
             failed.set_exception(error)
             return failed
-        return self.store.begin(snapshot(self.learner, step=self.step, policy_version=self.step))
+        return self.store.begin(snapshot(self.learner, step=self.step, policy_version=self.step, extra=self._extra()))
+
+    def _extra(self) -> dict[str, Any]:
+        return {"guards": self.learner.guards.state()}
 
     def leave(self) -> None:
         """No further order will come; a checkpoint that is being written is finished."""

@@ -30,6 +30,7 @@ ADVANTAGE_ESTIMATORS = (
     "remax",
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
+    "distillation",
 )
 POLICY_LOSSES = (
     *("vanilla", "decoupled", "gspo", "sapo", "cispo", "gpg", "geo_mean"),
@@ -84,6 +85,11 @@ class AlgorithmConfig(KlSettings):
         default_factory=dict,
         description="weight of each part of the reward that gdpo learns from, by its name in the breakdown: that of a"
         " reward function, or FUNCTION/PART",
+    )
+    distillation_reward_weight: float = Field(
+        default=0.0,
+        ge=0,
+        description="distillation: weight of the task's reward, less its group's mean, beside the teacher's grades",
     )
     loss: Annotated[str, AfterValidator(_found(LOSS))] = Field(
         default="decoupled",
@@ -181,6 +187,10 @@ class AlgorithmConfig(KlSettings):
             )
         if self.adv_estimator == "gdpo" and self.kl_in_reward:
             raise ValueError("adv_estimator='gdpo' looks at the parts of the reward only: set kl_use='loss'")
+        if self.adv_estimator == "distillation" and self.kl_use != "none":
+            raise ValueError("adv_estimator='distillation' is the KL to the reference already: set kl_use='none'")
+        if self.distillation_reward_weight and self.adv_estimator != "distillation":
+            raise ValueError("distillation_reward_weight does nothing without adv_estimator='distillation'")
         user_written = self.adv_estimator not in ADVANTAGE_ESTIMATORS
         if self.gamma != 1 and self.adv_estimator != "reinforce_plus_plus" and not user_written:
             raise ValueError(f"gamma={self.gamma} does nothing with adv_estimator={self.adv_estimator!r}: set it to 1")

@@ -1,7 +1,7 @@
 """What may not go on unseen: updates that are left out, with their samples, and figures that cross a threshold.
 
-One step: `begin`, for each micro-batch `saw`, for each update `updated`, at the end `look`. Its findings are then in
-`skips`, `alarms` and `stop_reason`. Dimensions: B samples.
+One step: `begin`, for each update `taken` or `skipped`, at the end `look`. Its findings are then in `skips`, `alarms`
+and `stop_reason`. Dimensions: B samples.
 """
 
 import math
@@ -51,24 +51,20 @@ class Guards:
         self.skips_in_a_row = 0
         self._on: set[str] = set()
         self._samples: Sequence[str] = ()
-        self._parts: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, samples: Sequence[str]) -> None:
         """A step begins, whose rows are these samples."""
-        self.skips, self.alarms, self._samples, self._parts = [], [], samples, []
+        self.skips, self.alarms, self._samples = [], [], samples
 
-    def saw(self, loss: Tensor, rows_B: Tensor) -> None:
-        """A micro-batch of these rows had this loss; nothing is copied to the host for it."""
-        self._parts.append((loss, rows_B))
+    def taken(self) -> None:
+        """An update was taken."""
+        self.skips_in_a_row = 0
 
-    def updated(self, *, taken: bool, loss: float, grad_norm: float, rows_B: Tensor) -> None:
-        """An update on these rows was taken or left out."""
-        self.skips_in_a_row = 0 if taken else self.skips_in_a_row + 1
-        if not taken:
-            reason = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {grad_norm}"
-            suspects = tuple(key for part, rows in self._parts if not part.isfinite() for key in self._keys(rows))
-            self.skips.append(Skip(samples=self._keys(rows_B), suspects=suspects, reason=reason))
-        self._parts = []
+    def skipped(self, *, loss: float, grad_norm: float, rows_B: Tensor, suspects_B: Tensor) -> None:
+        """An update on `rows_B` was left out; the micro-batches of `suspects_B` had no finite loss of their own."""
+        self.skips_in_a_row += 1
+        reason = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {grad_norm}"
+        self.skips.append(Skip(samples=self._keys(rows_B), suspects=self._keys(suspects_B), reason=reason))
 
     def look(self, metrics: Mapping[str, float]) -> StepMetrics:
         """Raises alarms by the step's figures; `alarms` is how many are on. A missing figure changes nothing."""

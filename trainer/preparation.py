@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainer.advantages import ESTIMATORS, TOKEN_BASELINES, AdvantageInputs, AdvantageOptions
+from trainer.advantages import AdvantageInputs, AdvantageOptions, estimator_of, has_token_baseline, reads_logprobs
 from trainer.baselines import baseline_metrics, baselines, split
 from trainer.batch import Batch, Trajectory, collate
 from trainer.config import AlgorithmConfig, TrainerConfig
@@ -48,11 +48,15 @@ class Preparation:
         self._algorithm: AlgorithmConfig = config.algorithm
         self._seed = config.seed
         self._scorer = scorer
-        self._estimate = ESTIMATORS[config.algorithm.adv_estimator]
+        estimator = config.algorithm.adv_estimator
+        self._estimate = estimator_of(estimator)
+        self._reads_logprobs = reads_logprobs(estimator, self._estimate)
+        self._token_baseline = has_token_baseline(estimator, self._estimate)
         self._options = AdvantageOptions(
             norm_by_std=config.algorithm.norm_adv_by_std,
             gamma=config.algorithm.gamma,
             part_weights=tuple(config.algorithm.gdpo_weights.values()),
+            reward_weight=config.algorithm.distillation_reward_weight,
         )
         self._correction = CorrectionConfig() if config.algorithm.loss == "bypass" else config.algorithm.correction
         """What comes before the updates; `bypass` corrects within each."""
@@ -65,7 +69,7 @@ class Preparation:
         trajectories, greedy = split(trajectories)
         batch, metrics = self._shaped(collate(trajectories))
         metrics |= batch_metrics(trajectories, policy_version=policy_version) | baseline_metrics(greedy)
-        own = self._own_scores(batch) if self._algorithm.adv_estimator in TOKEN_BASELINES else None
+        own = self._own_scores(batch) if self._reads_logprobs else None
         old_BR = self._old_logprobs(batch, own)
         token_rewards_BR, reward_metrics = self._token_rewards(batch, old_BR, kl_coef)
         sampled_BR = None
@@ -83,8 +87,9 @@ class Preparation:
                 reward_parts_BK=parts_BK,
                 baseline_B=self._baselines(greedy, batch),
                 logprobs_BR=None if own is None else own[0],
-                square_sums_BR=None if own is None else own[1],
+                square_sums_BR=None if own is None or not self._token_baseline else own[1],
                 importance_weights_BR=None if own is None else self._loss_weights(batch, own[0]),
+                reference_logprobs_BR=batch.reference_logprobs_BR,
             ),
             self._options,
         )
@@ -113,8 +118,8 @@ class Preparation:
         return baselines(greedy, batch.group_B, overlong=overlong) if self._algorithm.with_baseline else None
 
     def _own_scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logprobs and sums of squared probabilities of the present weights, [B, R]."""
-        return self._scorer.scores(batch, torch.arange(batch.size), square_sums=True)
+        """Logprobs of the present weights and, for a token baseline, sums of squared probabilities, [B, R]."""
+        return self._scorer.scores(batch, torch.arange(batch.size), square_sums=self._token_baseline)
 
     def _old_logprobs(self, batch: Batch, own: tuple[Tensor, Tensor] | None) -> Tensor | None:
         """Where they are wanted before it is known which samples have a gradient."""
@@ -122,7 +127,7 @@ class Preparation:
             return batch.behaviour_logprobs_BR
         if own is not None:
             return own[0]
-        if self._algorithm.kl_use == "reward" or self._correction.on:
+        if self._algorithm.kl_in_reward or self._correction.on:
             return self._scorer.logprobs(batch, torch.arange(batch.size))
         return None
 
@@ -135,7 +140,7 @@ class Preparation:
             return rewards_BR, {}
         if batch.reference_logprobs_BR is None:
             raise ValueError(f"kl_use={algorithm.kl_use!r} needs reference logprobs in every trajectory")
-        if algorithm.kl_use != "reward" or old_BR is None:
+        if not algorithm.kl_in_reward or old_BR is None:
             return rewards_BR, {}
         kl_BR = kl_penalty(old_BR, batch.reference_logprobs_BR, estimator=algorithm.kl_estimator) * batch.mask_BR
         return rewards_BR - kl_coef * kl_BR, {

@@ -11,6 +11,7 @@ from torch import nn
 
 from trainer.batch import Trajectory
 from trainer.config import TrainerConfig
+from trainer.guards import Guards
 from trainer.kl_control import adapted
 from trainer.layers import compile_layers, recompute_layers
 from trainer.metrics import StepMetrics
@@ -40,6 +41,7 @@ class Learner:
         """Weight of the KL in the reward; moves where there is a `kl_target`, and is then part of the checkpoint."""
         self.mismatches: list[Mismatch] = []
         """Of the newest step: behaviour logprobs beside those of the weights that it began with, by rollout server."""
+        self.guards = Guards(config.guards)
         self._scorer = Scorer(self.policy, max_tokens=config.max_tokens_per_microbatch, device=device, ranks=ranks)
         self._prepare = Preparation(config, self._scorer)
         self._offload = Offload(model, self.optimizer, config.offload if ranks.mesh is None else "none")
@@ -53,12 +55,14 @@ class Learner:
         """
         self._offload.bring_weights()
         prepared = self._prepare(trajectories, step=step, policy_version=policy_version, kl_coef=self.kl_coef)
+        self.guards.begin([trajectory.sample for trajectory in prepared.trajectories])
         next_kl_coef = self._next_kl_coef(prepared.metrics, samples=len(prepared.trajectories))
         lr = learning_rate(self.schedule_position, self.config.optimizer)
-        updates = Updates(self.config, self._scorer, self.optimizer, self._offload, prepared, step=step)
+        updates = Updates(self.config, self._scorer, self.optimizer, self._offload, prepared, self.guards, step=step)
         updates.run(lr=lr)
         metrics = {"step": float(step), "policy_version": float(policy_version), "lr": lr}
         metrics |= prepared.metrics | updates.metrics()
+        metrics |= self.guards.look(metrics)
         self.mismatches = mismatches(*updates.differences(), prepared.trajectories, policy_version=policy_version)
         self.schedule_position, self.kl_coef = self.schedule_position + 1, next_kl_coef
         return metrics

@@ -13,7 +13,8 @@ from torch import Tensor
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, TrainerConfig
 from trainer.corrections import effective_sample_share
-from trainer.losses import LEARNS_WITHOUT_ADVANTAGE, LOSSES, Denominators, LossInputs, LossOptions
+from trainer.guards import Guards
+from trainer.losses import Denominators, LossInputs, LossOptions, learns_without_advantage, loss_of
 from trainer.losses.objective import objective
 from trainer.metrics import StepMetrics, Tally, absolute_differences
 from trainer.offload import Offload
@@ -34,6 +35,7 @@ class Updates:
         optimizer: torch.optim.Optimizer,
         offload: Offload,
         prepared: Prepared,
+        guards: Guards,
         *,
         step: int,
     ) -> None:
@@ -42,7 +44,8 @@ class Updates:
         self._scorer = scorer
         self._optimizer = optimizer
         self._offload = offload
-        self._policy_loss = LOSSES[config.algorithm.loss]
+        self._guards = guards
+        self._policy_loss = loss_of(config.algorithm.loss)
         self._options = loss_options(config.algorithm)
         self._generator = step_generator(config.seed, step)
         self._batch = prepared.batch
@@ -77,14 +80,29 @@ class Updates:
             samples=float(len(rows_B)),
             width=float(mask_BR.shape[1]),
         )
-        loss = torch.zeros((), device=self._scorer.device)
+        loss, parts = torch.zeros((), device=self._scorer.device), []
         for micro in self._scorer.micro_batches(self._batch, rows_B[self._active_B[rows_B]]):
-            loss += self._backward(micro, denominators, first_pass=first_pass)
+            part = self._backward(micro, denominators, first_pass=first_pass)
+            loss += part
+            parts.append((micro.rows_B, part))
         if not self._taken:
             self._fresh_B[rows_B] = True
         with self._offload.moments():
             total = self._scorer.ranks.total(loss)
-            self._taken.append(update(self._optimizer, total, lr=lr, max_grad_norm=self._max_grad_norm))
+            norm, taken = update(self._optimizer, total, lr=lr, max_grad_norm=self._max_grad_norm)
+        self._taken.append((norm, taken))
+        if taken:
+            self._guards.taken()
+        else:
+            self._guards.skipped(loss=float(total), grad_norm=norm, rows_B=rows_B, suspects_B=self._not_finite(parts))
+
+    def _not_finite(self, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Rows of micro-batches whose own loss is not finite, on any rank."""
+        bad_B = torch.zeros(self._batch.size)
+        for rows_B, loss in parts:
+            bad_B[rows_B] += float(not loss.isfinite())
+        self._scorer.ranks.sum_([bad_B])
+        return bad_B.nonzero().flatten()
 
     def _backward(self, micro: MicroBatch, denominators: Denominators, *, first_pass: bool) -> Tensor:
         scores = self._scorer.policy(micro.tokens, entropy="gradient" if self._algorithm.entropy_coef else "detached")
@@ -172,9 +190,9 @@ def _active(algorithm: AlgorithmConfig, prepared: Prepared) -> Tensor:
     """Which samples have a gradient that is not exactly zero, [B] bool."""
     batch: Batch = prepared.batch
     counted_B = batch.mask_BR.any(-1)
-    if not algorithm.skip_zero_advantage or algorithm.kl_use == "loss" or algorithm.entropy_coef:
+    if not algorithm.skip_zero_advantage or algorithm.kl_in_loss or algorithm.entropy_coef:
         return counted_B
-    if algorithm.loss in LEARNS_WITHOUT_ADVANTAGE:
+    if learns_without_advantage(algorithm.loss, loss_of(algorithm.loss)):
         return counted_B
     if algorithm.loss == "bypass" and algorithm.correction.normalize:
         return counted_B
@@ -199,7 +217,7 @@ def loss_options(algorithm: AlgorithmConfig) -> LossOptions:
         clip_cov_high=algorithm.clip_cov_high,
         kl_cov_share=algorithm.kl_cov_share,
         kl_cov_coef=algorithm.kl_cov_coef,
-        kl_loss_coef=algorithm.kl_coef if algorithm.kl_use == "loss" else 0.0,
+        kl_loss_coef=algorithm.kl_loss_weight,
         kl_estimator=algorithm.kl_estimator,
         entropy_coef=algorithm.entropy_coef,
     )

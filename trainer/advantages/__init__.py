@@ -3,6 +3,9 @@
 Beside them stands `gae`, which needs a value model.
 """
 
+from functools import cache
+
+from trainer.advantages.distillation import distillation
 from trainer.advantages.gae import gae
 from trainer.advantages.gdpo import gdpo
 from trainer.advantages.gpg import gpg
@@ -33,11 +36,16 @@ ESTIMATORS: dict[str, Estimator] = {
     "remax": remax,
     "optimal_token_baseline": optimal_token_baseline,
     "tir_optimal_token_baseline": tir_optimal_token_baseline,
+    "distillation": distillation,
 }
 TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 """These need logprobs and sums of squared probabilities of the weights that the step begins with."""
 
+READS_LOGPROBS = (*TOKEN_BASELINES, "distillation")
+"""These need logprobs of the weights that the step begins with."""
 
+
+@cache
 def estimator_of(name: str) -> Estimator:
     """The estimator of that name, or a user's own; PluginError where it is not there or takes other arguments."""
     return load(name, ESTIMATOR, ESTIMATORS, returns=AdvantageOutputs)
@@ -46,6 +54,12 @@ def estimator_of(name: str) -> Estimator:
 def has_token_baseline(name: str, estimator: Estimator) -> bool:
     """Whether the estimator reads `logprobs_BR` and `square_sums_BR`; a user's says so by an attribute."""
     return name in TOKEN_BASELINES or bool(getattr(estimator, "token_baseline", False))
+
+
+def reads_logprobs(name: str, estimator: Estimator) -> bool:
+    """Whether the estimator reads `logprobs_BR`; a user's says so by an attribute."""
+    said = any(getattr(estimator, trait, False) for trait in ("reads_logprobs", "token_baseline"))
+    return name in READS_LOGPROBS or said
 
 
 __all__ = [
@@ -58,4 +72,5 @@ __all__ = [
     "estimator_of",
     "gae",
     "has_token_baseline",
+    "reads_logprobs",
 ]

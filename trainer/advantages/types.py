@@ -20,13 +20,15 @@ class AdvantageInputs:
     reward_parts_BK: Tensor | None = None
     """Parts of the reward, in the order of the options' `part_weights` (gdpo)."""
     logprobs_BR: Tensor | None = None
-    """Of the weights that the step begins with (optimal_token_baseline)."""
+    """Of the weights that the step begins with (optimal_token_baseline, distillation)."""
     square_sums_BR: Tensor | None = None
     """Sum of the squared probabilities of all next tokens, under the same weights (optimal_token_baseline)."""
     baseline_B: Tensor | None = None
     """Reward of the greedy sample of each sample's group (remax)."""
     importance_weights_BR: Tensor | None = None
     """What the loss multiplies a token with for its sampler's age; None: nothing (optimal_token_baseline)."""
+    reference_logprobs_BR: Tensor | None = None
+    """Of the reference service's model, where the trajectories have them: the teacher's (distillation)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,8 @@ class AdvantageOptions:
     """Discount per counted token (reinforce_plus_plus)."""
     part_weights: tuple[float, ...] = ()
     """Weight of each part of the reward (gdpo)."""
+    reward_weight: float = 0.0
+    """Weight of the task's reward beside the teacher's grades (distillation)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,7 @@
 """Policy losses by name: one pure function per file, tensors of one micro-batch in, loss and metrics out."""
 
+from functools import cache
+
 from trainer.config import LOSS
 from trainer.losses.bypass import bypass
 from trainer.losses.cispo import cispo
@@ -36,6 +38,7 @@ LEARNS_WITHOUT_ADVANTAGE = frozenset({"clip_cov", "kl_cov", "dro"})
 """Losses whose gradient depends on samples of zero advantage too: the learner never leaves those out."""
 
 
+@cache
 def loss_of(name: str) -> PolicyLoss:
     """The policy loss of that name, or a user's own; PluginError where it is not there or takes other arguments."""
     return load(name, LOSS, LOSSES, returns=LossOutputs)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trainer.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions, gae
 
 GAMMA = 0.9
-OPTIONS = AdvantageOptions(gamma=GAMMA, part_weights=(1.0, -0.5))
+OPTIONS = AdvantageOptions(gamma=GAMMA, part_weights=(1.0, -0.5), reward_weight=0.25)
 Row = list[float]
 
 
@@ -26,6 +26,7 @@ class Sample:
     logprobs: Row
     squares: Row
     weights: Row
+    """Of the loss; also stand for the teacher's logprobs."""
     parts: Row
 
     @property
@@ -194,6 +195,15 @@ def moved_together(sample: Sample) -> Sample:
     )
 
 
+def plain_distillation(batch: list[Sample]) -> list[Row]:
+    found = []
+    for sample in batch:
+        task = 0.25 * centred(sample, batch)
+        tokens = zip(sample.weights, sample.logprobs, sample.mask, strict=True)
+        found.append([(teacher - student + task) * keep for teacher, student, keep in tokens])
+    return found
+
+
 PLAIN: dict[str, Callable[[list[Sample]], list[Row]]] = {
     "grpo": plain_grpo,
     "grpo_passk": plain_passk,
@@ -207,6 +217,7 @@ PLAIN: dict[str, Callable[[list[Sample]], list[Row]]] = {
     "remax": plain_remax,
     "optimal_token_baseline": plain_token_baseline,
     "tir_optimal_token_baseline": plain_tir_baseline,
+    "distillation": plain_distillation,
 }
 
 # The comparison.
@@ -226,6 +237,7 @@ def inputs(batch: list[Sample]) -> AdvantageInputs:
         logprobs_BR=tensor([s.logprobs for s in batch]),
         square_sums_BR=tensor([s.squares for s in batch]),
         importance_weights_BR=tensor([s.weights for s in batch]),
+        reference_logprobs_BR=tensor([s.weights for s in batch]),
     )
 
 

@@ -26,6 +26,7 @@ def inputs(rewards: list[float], groups: list[int], lengths: list[int] | None = 
         group_B=torch.tensor(groups),
         logprobs_BR=torch.full_like(mask_BR, math.log(0.5)),
         square_sums_BR=torch.full_like(mask_BR, 0.375),
+        reference_logprobs_BR=torch.full_like(mask_BR, math.log(0.25)),
         baseline_B=0.5 * torch.tensor(groups).double(),
     )
 

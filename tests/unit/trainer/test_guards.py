@@ -9,30 +9,23 @@ import torch
 from trainer.guards import Alarm, Guards, Skip
 from trainer.guards_config import GuardsConfig
 
+NOBODY = torch.zeros(0, dtype=torch.int64)
 KEYS = ["0/0", "0/1", "1/0", "1/1"]
 
 
 def skip_one(guards: Guards) -> None:
     """An update of two micro-batches of which the second has no finite loss."""
-    guards.saw(torch.tensor(0.5), torch.tensor([0]))
-    guards.saw(torch.tensor(math.nan), torch.tensor([3, 1]))
-    guards.updated(taken=False, loss=math.nan, grad_norm=1.0, rows_B=torch.tensor([0, 1, 3]))
-
-
-def take_one(guards: Guards) -> None:
-    guards.saw(torch.tensor(0.5), torch.tensor([2]))
-    guards.updated(taken=True, loss=0.5, grad_norm=1.0, rows_B=torch.tensor([2]))
+    guards.skipped(loss=math.nan, grad_norm=1.0, rows_B=torch.tensor([0, 1, 3]), suspects_B=torch.tensor([1, 3]))
 
 
 def test_a_skipped_update_is_told_with_its_samples_and_the_suspects() -> None:
     guards = Guards(GuardsConfig())
     guards.begin(KEYS)
-    take_one(guards)
+    guards.taken()
     skip_one(guards)
-    guards.saw(torch.tensor(1.0), torch.tensor([2]))
-    guards.updated(taken=False, loss=1.0, grad_norm=math.inf, rows_B=torch.tensor([2]))
+    guards.skipped(loss=1.0, grad_norm=math.inf, rows_B=torch.tensor([2]), suspects_B=NOBODY)
     assert guards.skips == [
-        Skip(samples=("0/0", "0/1", "1/1"), suspects=("1/1", "0/1"), reason="loss is nan"),
+        Skip(samples=("0/0", "0/1", "1/1"), suspects=("0/1", "1/1"), reason="loss is nan"),
         Skip(samples=("1/0",), suspects=(), reason="gradient norm is inf"),
     ]
     assert guards.skips_in_a_row == 2 and guards.stop_reason == ""
@@ -52,9 +45,9 @@ def test_the_run_stops_after_so_many_in_a_row_over_steps_and_over_a_resume() -> 
     skip_one(again)
     assert again.stop_reason == (
         "3 updates in a row were left out (trainer.guards.max_skips_in_a_row=3): of the last one the loss is nan, in"
-        " the micro-batches of samples 1/1, 0/1"
+        " the micro-batches of samples 0/1, 1/1"
     )
-    take_one(again)
+    again.taken()
     assert again.skips_in_a_row == 0 and again.stop_reason == ""
 
 
@@ -62,7 +55,7 @@ def test_many_samples_are_named_in_part_and_zero_never_stops() -> None:
     for limit in (0, 1):
         guards = Guards(GuardsConfig(max_skips_in_a_row=limit))
         guards.begin([str(number) for number in range(20)])
-        guards.updated(taken=False, loss=0.0, grad_norm=math.nan, rows_B=torch.arange(20))
+        guards.skipped(loss=0.0, grad_norm=math.nan, rows_B=torch.arange(20), suspects_B=NOBODY)
         assert guards.stop_reason.endswith("13, 14, 15 and 4 more, see events.jsonl") == (limit == 1)
         assert len(guards.skips[0].samples) == 20
 
