@@ -11,7 +11,10 @@ class ParallelConfig(Section):
     """How several ranks (torchrun) share one model by FSDP2."""
 
     replicas: int = Field(
-        default=1, ge=1, description="copies of the model, each sharded over ranks / replicas ranks (HSDP)"
+        default=1,
+        ge=0,
+        description="copies of the model, each sharded over ranks / replicas ranks (HSDP). 0: as many as ranks; nothing"
+        " is sharded then, gradients are summed once an update, best for models that fit a card twice over",
     )
     reshard_after_forward: bool = Field(
         default=True,

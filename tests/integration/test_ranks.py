@@ -30,7 +30,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, floa
     return run_ranks(tmp_path_factory.mktemp("alone") / "one", 1)
 
 
-@pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 2), (2, 0)])
 def test_several_ranks_train_as_one_does(
     tmp_path: Path, alone: tuple[list[dict[str, float]], dict[str, torch.Tensor]], size: int, replicas: int
 ) -> None:

@@ -41,13 +41,15 @@ def own_device(config: TrainerConfig, place: Seat) -> str:
 
 
 def start(place: Seat, config: TrainerConfig, *, device: torch.device, store: Store | None = None) -> Ranks:
-    """Joins the others; a mesh where the weights are to be sharded. Every collective ends by the config's deadline.
+    """Joins the others. A mesh where the weights are to be sharded, none where every rank is a replica.
 
-    store: where the ranks meet; None: as torchrun says. Raises ValueError where the replicas do not divide the ranks.
+    Every collective ends by the config's deadline. store: where the ranks meet; None: as torchrun says. Raises
+    ValueError where the replicas do not divide the ranks.
     """
     parallel = config.parallel
-    if place.size % parallel.replicas:
-        raise ValueError(f"trainer.parallel.replicas={parallel.replicas} does not divide {place.size} ranks")
+    replicas = parallel.replicas or place.size
+    if place.size % replicas:
+        raise ValueError(f"trainer.parallel.replicas={replicas} does not divide {place.size} ranks")
     if place.size == 1 and not parallel.shards_one_rank:
         return Ranks()
     if device.type == "cuda":
@@ -59,7 +61,13 @@ def start(place: Seat, config: TrainerConfig, *, device: torch.device, store: St
         world_size=place.size,
         timeout=timedelta(seconds=parallel.deadline_seconds),
     )
-    return Ranks(rank=place.rank, size=place.size, mesh=_mesh(place.size, parallel.replicas, device.type))
+    whole = replicas == place.size and not parallel.shards_one_rank
+    return Ranks(
+        rank=place.rank,
+        size=place.size,
+        mesh=None if whole else _mesh(place.size, replicas, device.type),
+        reduce_dtype=None if parallel.reduce_dtype == "same" else getattr(torch, parallel.reduce_dtype),
+    )
 
 
 def _mesh(size: int, replicas: int, kind: str) -> DeviceMesh:
