@@ -174,6 +174,10 @@ def evaluation_leases(engine: Engine) -> list[protos.GroupLease]:
     return [lease for lease in engine.leases if lease.evaluation]
 
 
+def training_leases(engine: Engine) -> list[protos.GroupLease]:
+    return [lease for lease in engine.leases if not lease.evaluation]
+
+
 def answer(engine: Engine, lease: protos.GroupLease, *texts: str, version: int = 2, spans: int = 1) -> None:
     """The samples of a lease come back with these texts."""
     made = []
@@ -237,6 +241,21 @@ async def test_it_takes_its_share_and_leaves_room_for_a_group(
         assert not engine.leases[0].evaluation, "training comes first"
         assert sum(len(lease.indices) for lease in evaluation_leases(engine)) == expected
         assert scene.generation.links["rollout-0"].credit == CREDIT - 2 - expected
+
+
+async def test_training_goes_on_beside_an_evaluation_that_does_not_end(make_scene: Callable[..., Scene]) -> None:
+    scene, engine = make_scene({**EVERY_TWO, "num_prompts": 20, "share": 1.0}, groups=1), new_engine()
+    async with playing(scene, engine):
+        scene.push(2)
+        await scene.until(lambda: len(evaluation_leases(engine)) == 6)
+        for _ in range(5):
+            engine.deliver(training_leases(engine)[-1])
+            await scene.until(lambda: len(list(scene.book.samples(State.GENERATED))) == 2)
+            for sample in list(scene.book.samples(State.GENERATED)):
+                scene.book.quarantine(sample, "so that the next one may begin")
+            await scene.until(lambda: any(lease.group in scene.book.groups for lease in training_leases(engine)))
+        assert scene.book.quarantined == 10
+        assert len(evaluation_leases(engine)) == 6 and scene.evaluating.in_hand
 
 
 async def test_when_all_is_trained_it_takes_all(make_scene: Callable[..., Scene]) -> None:
