@@ -10,6 +10,9 @@ from services.bench.bare.job import BARE
 OPTIONS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "ours": {
         "compile": ("trainer.compile=true",),
+        "liger": ("trainer.liger=true",),
+        "replicated": ("trainer.parallel.replicas=0",),
+        "half": ("trainer.recomputed_share=0.5",),
         "proximal": (
             "trainer.algorithm.old_logprobs=proximal",
             "trainer.algorithm.correction.weights=token",
