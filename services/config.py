@@ -128,9 +128,13 @@ class Config(Section):
 
     @property
     def use_reference(self) -> bool:
-        """Whether samples need reference logprobs before they are trained on."""
+        """Whether samples need reference logprobs before they are trained on.
+
+        A LoRA run whose reference is the start model computes them itself, with its adapter off.
+        """
+        own = self.trainer.lora is not None and self.reference.model is None
         asked = self.reference.enabled or self.trainer.algorithm.adv_estimator == "distillation"
-        return asked or self.trainer.algorithm.kl_use != "none"
+        return asked or (self.trainer.algorithm.kl_use != "none" and not own)
 
     def models_to_make(self) -> list[tuple[TinyConfig, Path]]:
         """Models that are made on the spot, and where: the start model, the reference."""

@@ -16,6 +16,7 @@ from trainer.batch import Batch, Trajectory, collate
 from trainer.config import AlgorithmConfig, TrainerConfig
 from trainer.correction_config import CorrectionConfig
 from trainer.corrections import correct, truncated_weights
+from trainer.lora import adapter_off
 from trainer.losses.aggregate import EPSILON
 from trainer.losses.kl import kl_penalty
 from trainer.metrics import StepMetrics, batch_metrics
@@ -47,6 +48,7 @@ class Preparation:
     def __init__(self, config: TrainerConfig, scorer: Scorer) -> None:
         self._algorithm: AlgorithmConfig = config.algorithm
         self._seed = config.seed
+        self._with_adapter = config.lora is not None
         self._scorer = scorer
         estimator = config.algorithm.adv_estimator
         self._estimate = estimator_of(estimator)
@@ -67,7 +69,7 @@ class Preparation:
         """Raises ValueError where the KL is used and a trajectory has no reference logprobs, or gdpo and a part of the
         reward is missing, or remax and the greedy sample of a group."""
         trajectories, greedy = split(trajectories)
-        batch, metrics = self._shaped(collate(trajectories))
+        batch, metrics = self._shaped(self._referred(collate(trajectories)))
         metrics |= batch_metrics(trajectories, policy_version=policy_version) | baseline_metrics(greedy)
         own = self._own_scores(batch) if self._reads_logprobs else None
         old_BR = self._old_logprobs(batch, own)
@@ -103,6 +105,13 @@ class Preparation:
             metrics=metrics | part_figures | reward_metrics | advantages.metrics,
         )
         return prepared if self._algorithm.resample == "none" else self._resampled(prepared, step)
+
+    def _referred(self, batch: Batch) -> Batch:
+        """With the start model's logprobs, where it is the reference: the trained one with its adapter off."""
+        if batch.reference_logprobs_BR is not None or not self._with_adapter or self._algorithm.kl_use == "none":
+            return batch
+        with adapter_off(self._scorer.policy):
+            return replace(batch, reference_logprobs_BR=self._scorer.logprobs(batch, torch.arange(batch.size)))
 
     def _shaped(self, batch: Batch) -> tuple[Batch, StepMetrics]:
         """The batch with the penalty of long responses in its rewards."""

@@ -11,6 +11,7 @@ from services.config import Config
 from services.errors import ConfigError
 from services.lineup import Post, check_interpreters, interpreter, lineup
 
+KL = ("trainer.algorithm.kl_use=loss", "trainer.algorithm.kl_coef=0.1", "reference.enabled=false")
 FLEET = "[{count: 2, rollout: {max_num_seqs: 4, threads: 3}}, {engine: hf, python: %s}]"
 
 
@@ -93,3 +94,17 @@ def test_a_python_without_offbeat_is_told_before_anything_starts(tmp_path: Path)
     check_interpreters([Post(role="reward", name="reward-0", python=sys.executable)])
     with pytest.raises(ConfigError, match=r"cannot run a service \(ModuleNotFoundError: No module named 'services'\)"):
         check_interpreters([Post(role="reward", name="reward-0", python=str(bare))])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "count"),
+    [((), 1), (("trainer.lora.rank=4",), 0), (("trainer.lora.rank=4", "reference.enabled=true"), 1)],
+)
+def test_an_adapter_that_can_be_switched_off_is_its_own_reference(overrides: tuple[str, ...], count: int) -> None:
+    config = config_of(*KL, *overrides)
+    assert [post.role for post in lineup(config)].count("reference") == count
+
+
+def test_a_named_reference_has_a_service_beside_an_adapter(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert config_of(*KL, "trainer.lora.rank=4", f"reference.model={tmp_path}").use_reference
