@@ -14,7 +14,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trainer.batch import Trajectory
 from trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
-from trainer.parallel.start import seat, start
+from trainer.model import pick_device
+from trainer.parallel.start import own_device, seat, start
 from trainer.parallel_config import ParallelConfig
 from trainer.step import Learner
 
@@ -60,24 +61,26 @@ def main() -> None:
     )
     config = TrainerConfig(
         model="tiny",
-        device="cpu",
+        device=spec.get("device", "cpu"),
         max_tokens_per_microbatch=32,
         gradient_checkpointing=True,
         recomputed_share=0.5,
-        parallel=ParallelConfig(replicas=spec.get("replicas", 1), deadline_seconds=60),
+        parallel=ParallelConfig(deadline_seconds=60, **spec.get("parallel", {})),
+        offload=spec.get("offload", "none"),
         algorithm=AlgorithmConfig(
             minibatches=2, kl_use="loss", kl_coef=0.1, entropy_coef=0.01, skip_zero_advantage=True
         ),
         optimizer=OptimizerConfig(lr=3e-4),
     )
-    ranks = start(seat(), config, device=torch.device("cpu"))
-    learner = Learner(model, config, ranks)
+    device = pick_device(own_device(config, seat()))
+    ranks = start(seat(), config, device=device)
+    learner = Learner(model.to(device), config, ranks)
     told = [
         learner.train(trajectories(step, samples=samples), step=step, policy_version=step)
         for step, samples in enumerate((16, 15, 2, 6))
     ]
     whole = {
-        name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+        name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu().clone()
         for name, parameter in model.named_parameters()
     }
     if ranks.leads:

@@ -30,11 +30,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, floa
     return run_ranks(tmp_path_factory.mktemp("alone") / "one", 1)
 
 
-@pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 2), (2, 0)])
+@pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 1), (4, 2), (2, 0)])
 def test_several_ranks_train_as_one_does(
     tmp_path: Path, alone: tuple[list[dict[str, float]], dict[str, torch.Tensor]], size: int, replicas: int
 ) -> None:
-    metrics, weights = run_ranks(tmp_path / "many", size, replicas=replicas)
+    metrics, weights = run_ranks(tmp_path / "many", size, parallel={"replicas": replicas})
     assert len(metrics) == len(alone[0]) == 4
     for ours, theirs in zip(metrics, alone[0], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
