@@ -193,7 +193,7 @@ class Config(Section):
         at_once = run.prompts_per_step * in_group
         sizes = [(member.count, self.rollout_of(member).max_num_seqs) for member in self.fleet]
         credit = sum(2 * count * max_num_seqs for count, max_num_seqs in sizes)
-        smallest = min(max_num_seqs for _, max_num_seqs in sizes)
+        smallest, largest = (pick(max_num_seqs for _, max_num_seqs in sizes) for pick in (min, max))
         sampling = self.rollout.sampling
         return [
             f"run.group_size=1 leaves nothing to compare with: {algorithm.adv_estimator} needs at least 2"
@@ -227,7 +227,7 @@ class Config(Section):
             "launch.share_gpu and launch.gpus both place services: say one" if launch.share_gpu and launch.gpus else "",
             *self._gdpo_problems(),
             *self._teacher_problems(),
-            *self.evaluation.problems(data=self.data, group_size=in_group, num_at_once=2 * smallest),
+            *self.evaluation.problems(data=self.data, group_size=in_group, num_at_once=2 * largest),
             *(self._time_sharing_problems() if launch.time_sharing else ()),
         ]
 

@@ -60,7 +60,7 @@ class EvaluationConfig(Section):
         return split_of(self.data or data, self.split, num_prompts=self.num_prompts)
 
     def problems(self, *, data: DataConfig, group_size: int, num_at_once: int) -> Iterator[str]:
-        """Why it cannot be in a run on `data` whose servers take `num_at_once` samples each."""
+        """Why it cannot be in a run on `data` whose largest server takes `num_at_once` samples."""
         if not self.every_steps:
             return
         if self.data is None and data.type in ("file", "random"):
@@ -71,7 +71,7 @@ class EvaluationConfig(Section):
         if group_size >= num_at_once:
             yield (
                 f"evaluation.every_steps={self.every_steps}: a group fills the {num_at_once} samples that a rollout"
-                " server takes at once (twice max_num_seqs); no evaluation would fit beside it"
+                " server takes at once (twice max_num_seqs), no evaluation would fit beside it"
             )
 
 
