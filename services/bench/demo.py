@@ -31,6 +31,7 @@ def bench_demo(overrides: list[str], *, out: Path | None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         settings = [*overrides, f"run.folder={scratch}", f"trainer.checkpoint.every_steps={EVERY}"]
+        settings.append("evaluation.every_steps=0")
         config = load_config("demo", [*settings, "trainer.checkpoint.keep_last=100000"])
         run = prepare_folder(config, fresh=True)
         shutil.copytree(config.trainer.model, folder / "plain")

@@ -64,7 +64,8 @@ def config_of(work: LoopWork, mode: str, overrides: Sequence[str], folder: Path,
     elif (model / "config.json").is_file():
         settings += [f"model={model}", "tiny=null"]
     settings += [f"run.max_staleness={MODES[mode]}", f"run.num_steps={work.steps}"]
-    return load_config(work.recipe, [*settings, f"run.folder={folder}", f"run.name=loop-{mode}"])
+    alone = "evaluation.every_steps=0"  # bare loops evaluate nothing
+    return load_config(work.recipe, [alone, *settings, f"run.folder={folder}", f"run.name=loop-{mode}"])
 
 
 def one_run(config: Config, *, model: Path, warm_steps: int) -> dict[str, Any]:
