@@ -10,6 +10,7 @@ import resource
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from trainer.checkpoints.snapshot import Snapshot, snapshot
 from trainer.checkpoints.store import CheckpointStore
 from trainer.checkpoints.trained import parts_of
 from trainer.config import AlgorithmConfig, CheckpointConfig, OptimizerConfig, TrainerConfig
+from trainer.lora import attach_adapter
+from trainer.lora_config import LoraConfig
 from trainer.model import load_model
 from trainer.parallel import Ranks
 from trainer.parallel.start import seat, start
@@ -33,17 +36,21 @@ from trainer.step import Learner
 STEP = 2
 
 
-def make_learner(model: str, *, replicas: int) -> Learner:
+def make_learner(model: str, *, replicas: int, lora: bool) -> Learner:
     config = TrainerConfig(
         model=model,
         device="cpu",
+        lora=LoraConfig(rank=3) if lora else None,
         max_tokens_per_microbatch=32,
         parallel=ParallelConfig(replicas=replicas, deadline_seconds=60),
         algorithm=AlgorithmConfig(minibatches=2, kl_use="reward", kl_coef=0.1, kl_target=0.05, kl_horizon=100),
         optimizer=OptimizerConfig(lr=3e-4, schedule="linear", total_steps=9),
     )
     ranks = start(seat(), config, device=torch.device("cpu"))
-    return Learner(load_model(model, dtype="float32", attn_implementation="packed", device="cpu"), config, ranks)
+    loaded = load_model(model, dtype="float32", attn_implementation="packed", device="cpu")
+    if config.lora is not None:
+        attach_adapter(loaded, config.lora, base_model=model)
+    return Learner(loaded, config, ranks)
 
 
 def train(learner: Learner, step: int) -> dict[str, float]:
@@ -58,7 +65,7 @@ def whole_parts(learner: Learner) -> dict[str, Tensor]:
     }
 
 
-def save_and_resume(learner: Learner, spec: dict[str, str]) -> None:
+def save_and_resume(learner: Learner, spec: dict[str, Any]) -> None:
     out, ranks = Path(spec["folder"]), learner.ranks
     if "resume" in spec:
         found, problems = make_store(spec["resume"], ranks).latest_verified()
@@ -99,7 +106,7 @@ class HeldUp(CheckpointStore):
     go = threading.Event()
 
 
-def fail_and_go_on(learner: Learner, spec: dict[str, str]) -> None:
+def fail_and_go_on(learner: Learner, spec: dict[str, Any]) -> None:
     """What each of some saves came to, on each rank: a full disk on rank 1, a rank that is late, and good ones."""
     ranks, told = learner.ranks, []
     config = CheckpointConfig(deadline_seconds=2, keep_last=2, keep_every=5)
@@ -145,7 +152,7 @@ def fail_and_go_on(learner: Learner, spec: dict[str, str]) -> None:
 def main() -> None:
     spec = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    learner = make_learner(spec["model"], replicas=spec.get("replicas", 1))
+    learner = make_learner(spec["model"], replicas=spec.get("replicas", 1), lora=spec.get("lora", False))
     (fail_and_go_on if spec.get("fail") else save_and_resume)(learner, spec)
     if learner.ranks.size > 1:
         dist.barrier()

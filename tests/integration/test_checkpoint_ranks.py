@@ -90,6 +90,29 @@ def test_a_checkpoint_of_four_is_exported_as_one_model(tmp_path: Path, of_four: 
     assert names == {"model.safetensors", "config.json", "generation_config.json"}
 
 
+def test_an_adapter_of_two_ranks_is_exported_alone_or_merged(tmp_path: Path, model: Path) -> None:
+    folder = tmp_path / "run"
+    run_ranks(2, folder=folder, model=model, lora=True)
+    assert export_model(folder, tmp_path / "adapter", adapter=True) == 0
+    factors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    expected = {name.partition(":")[2]: one for name, one in held(folder).items() if name.startswith("adapter_model:")}
+    assert factors.keys() == expected.keys() and all(torch.equal(factors[name], expected[name]) for name in factors)
+    assert export_model(folder, tmp_path / "merged") == 0
+    merged, base = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "merged", model))
+    prefix = "base_model.model.model.layers.0.mlp.down_proj"
+    a, b = factors[f"{prefix}.lora_A.weight"], factors[f"{prefix}.lora_B.weight"]
+    found = merged.get_parameter("model.layers.0.mlp.down_proj.weight")
+    scaled = base.get_parameter("model.layers.0.mlp.down_proj.weight") + scaling(tmp_path / "adapter") * b @ a
+    assert b.abs().max() > 0
+    torch.testing.assert_close(found, scaled, rtol=0, atol=1e-6)
+
+
+def scaling(adapter: Path) -> float:
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    rank = settings["r"]
+    return float(settings["lora_alpha"] / (rank**0.5 if settings["use_rslora"] else rank))
+
+
 @pytest.mark.parametrize("name", ["rank-3-of-4.model.safetensors", "rank-0-of-4.optimizer.safetensors"])
 @pytest.mark.parametrize("torn", ["flipped", "cut", "gone"])
 def test_a_torn_file_of_one_rank_is_named_and_the_checkpoint_before_is_taken(
