@@ -59,7 +59,7 @@ def config_of(name: str, overrides: Sequence[str], *, steps: int, folder: Path, 
     """The demo with this algorithm; the model is made once and used again."""
     made = [f"model={model}", "tiny=null"] if (model / "config.json").is_file() else []
     run = [f"run.num_steps={steps}", f"run.folder={folder}", f"run.name=curve-{name}"]
-    return load_config("demo", [*CURVES[name], *overrides, *made, *run])
+    return load_config("demo", ["evaluation.every_steps=0", *CURVES[name], *overrides, *made, *run])
 
 
 def one_curve(config: Config, model: Path) -> dict[str, Any]:
