@@ -241,6 +241,8 @@ def models(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             yield ("model",) if config.model == model else (room, "model"), model
     if config.reference.tiny is None and config.reference.model is not None:
         yield ("reference", "model"), config.reference.model
+    if config.trainer.critic is not None and config.trainer.critic.model is not None:
+        yield ("trainer", "critic", "model"), config.trainer.critic.model
 
 
 def pythons(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:

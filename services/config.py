@@ -226,6 +226,7 @@ class Config(Section):
             else "",
             "launch.share_gpu and launch.gpus both place services: say one" if launch.share_gpu and launch.gpus else "",
             *self._gdpo_problems(),
+            *self._critic_problems(batch),
             *self._teacher_problems(),
             *self.evaluation.problems(data=self.data, group_size=in_group, num_at_once=2 * largest),
             *(self._time_sharing_problems() if launch.time_sharing else ()),
@@ -250,6 +251,17 @@ class Config(Section):
                     f"trainer.algorithm.gdpo_weights names {name!r}, and the reward functions are"
                     f" {', '.join(functions)}: name one, or a part of one as FUNCTION/PART"
                 )
+
+    def _critic_problems(self, batch: int) -> Iterator[str]:
+        """What keeps the critic from its updates."""
+        critic = self.trainer.critic
+        if critic is not None and critic.minibatches and batch % critic.minibatches:
+            yield f"a step's {batch} samples cannot be cut into trainer.critic.minibatches={critic.minibatches}"
+        if critic is not None and critic.warmup_steps >= self.run.num_steps:
+            left = f"none of run.num_steps={self.run.num_steps} for the policy"
+            yield f"trainer.critic.warmup_steps={critic.warmup_steps} leaves {left}"
+        if critic is not None and critic.offload not in (None, "all") and self.launch.time_sharing:
+            yield f"launch.time_sharing with trainer.critic.offload={critic.offload}: it would keep its memory, set all"
 
     def _time_sharing_problems(self) -> Iterator[str]:
         """What keeps a card from changing hands."""

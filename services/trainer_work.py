@@ -76,6 +76,7 @@ class TrainerWork:
         self.reach = reach_of_device(self.outgoing.device, streamed=self.outgoing.streamed)
 
     def _make_learner(self) -> None:
+        from trainer.critic import load_critic
         from trainer.lora import attach_adapter
         from trainer.model import bound_memory, load_model, pick_device, prepare_process
         from trainer.parallel.start import own_device, seat, start
@@ -91,7 +92,7 @@ class TrainerWork:
         )
         if config.lora is not None:
             attach_adapter(model, config.lora, base_model=config.model)
-        self.learner = Learner(model, config, ranks)
+        self.learner = Learner(model, config, ranks, critic=load_critic(config, device=device))
 
     def _make_outgoing(self) -> None:
         import torch

@@ -1,7 +1,7 @@
 """The trainer's settings: what the run's YAML may say under `trainer`. Imports pydantic and settings only.
 
-`TrainerConfig` holds `AlgorithmConfig`, `OptimizerConfig` and `CheckpointConfig`. The tuples below name what exists;
-a test holds them to the dictionaries in `trainer.advantages` and `trainer.losses`.
+`TrainerConfig` holds `AlgorithmConfig` and `CheckpointConfig`, and sections of other files. The tuples below name what
+exists; a test holds them to the dictionaries in `trainer.advantages` and `trainer.losses`.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,14 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, FiniteFloat, ValidationInfo, model_validator
 
 from trainer.correction_config import CorrectionConfig
+from trainer.critic_config import CriticConfig
 from trainer.guards_config import GuardsConfig
 from trainer.kl_config import KlSettings
 from trainer.lora_config import LoraConfig
 from trainer.parallel_config import ParallelConfig
 from trainer.plugins import Kind, check, declares
 from trainer.section import Section, one_of
+from trainer.update_config import AGGREGATIONS, OptimizerConfig
 
 ADVANTAGE_ESTIMATORS = (
     "grpo",
@@ -28,6 +30,7 @@ ADVANTAGE_ESTIMATORS = (
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",
+    "gae",
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
     "distillation",
@@ -40,7 +43,6 @@ ESTIMATOR = Kind(noun="advantage estimator", group="offbeat.advantages", known=A
 LOSS = Kind(noun="policy loss", group="offbeat.losses", known=POLICY_LOSSES)
 CHECKED = {"checked": True}
 """Validation context of a config that was checked at the start of the run: a user's files may be on another machine."""
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 OffloadMode = Literal["none", "optimizer", "all"]
 ATTENTION_IMPLEMENTATIONS = ("packed", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 
@@ -79,7 +81,13 @@ class AlgorithmConfig(KlSettings):
         " gdpo)",
     )
     gamma: float = Field(
-        default=1.0, gt=0, le=1, description="discount of the return per counted token (reinforce_plus_plus)"
+        default=1.0, gt=0, le=1, description="discount of the return per counted token (reinforce_plus_plus, gae)"
+    )
+    gae_lambda: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="gae: 1 takes the whole return less the critic's value, 0 the difference of neighbouring values",
     )
     gdpo_weights: dict[str, FiniteFloat] = Field(
         default_factory=dict,
@@ -192,8 +200,10 @@ class AlgorithmConfig(KlSettings):
         if self.distillation_reward_weight and self.adv_estimator != "distillation":
             raise ValueError("distillation_reward_weight does nothing without adv_estimator='distillation'")
         user_written = self.adv_estimator not in ADVANTAGE_ESTIMATORS
-        if self.gamma != 1 and self.adv_estimator != "reinforce_plus_plus" and not user_written:
+        if self.gamma != 1 and not user_written and self.adv_estimator not in ("reinforce_plus_plus", "gae"):
             raise ValueError(f"gamma={self.gamma} does nothing with adv_estimator={self.adv_estimator!r}: set it to 1")
+        if self.gae_lambda != 1 and not user_written and self.adv_estimator != "gae":
+            raise ValueError(f"gae_lambda={self.gae_lambda} does nothing without adv_estimator='gae': set it to 1")
         return self
 
     @model_validator(mode="before")
@@ -246,38 +256,14 @@ class AlgorithmConfig(KlSettings):
         return self
 
 
-class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule; a schedule step is one training step, however many updates it makes."""
-
-    lr: float = Field(default=1e-6, gt=0, description="peak learning rate")
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="decay of the first and second moments")
-    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
-    weight_decay: float = Field(default=0.01, ge=0, description="decoupled weight decay, times lr, per update")
-    warmup_steps: int = Field(default=0, ge=0, description="training steps of linear warm-up; the first has lr 0")
-    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="shape after warm-up")
-    total_steps: int | None = Field(default=None, ge=1, description="training steps until min_lr_ratio is reached")
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="final learning rate as a share of lr")
-    max_grad_norm: float | None = Field(default=1.0, gt=0, description="gradient 2-norm is clipped to this; null: not")
-
-    @model_validator(mode="after")
-    def _schedule_is_whole(self) -> Self:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas={self.betas} must lie in [0, 1)")
-        if self.schedule != "constant" and self.total_steps is None:
-            raise ValueError(f"schedule={self.schedule!r} needs total_steps")
-        if self.schedule == "constant" and self.min_lr_ratio > 0:
-            raise ValueError("min_lr_ratio does nothing with schedule='constant'")
-        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
-            raise ValueError(f"total_steps={self.total_steps} must exceed warmup_steps={self.warmup_steps}")
-        return self
-
-
 class CheckpointConfig(Section):
     """When checkpoints are written and which are kept."""
 
     every_steps: int = Field(default=50, ge=0, description="training steps between checkpoints; 0: not by steps")
     every_minutes: float = Field(
-        default=0.0, ge=0, description="a step that ends so long after the last checkpoint is saved, too; 0: not by time"
+        default=0.0,
+        ge=0,
+        description="a step that ends so long after the last checkpoint is saved, too; 0: not by time",
     )
     keep_last: int = Field(default=3, ge=2, description="newest checkpoints that are kept")
     keep_every: int = Field(default=0, ge=0, description="also keep each step divisible by this; 0: none")
@@ -300,8 +286,8 @@ class TrainerConfig(Section):
         str, AfterValidator(one_of("attention implementation", ATTENTION_IMPLEMENTATIONS))
     ] = Field(
         default="packed",
-        description="attention kernel: packed (PyTorch's own for sequences of any lengths), or one of transformers; sdpa"
-        " and eager build a mask of all tokens by all tokens of a micro-batch",
+        description="attention kernel: packed (PyTorch's own for sequences of any lengths), or one of transformers;"
+        " sdpa and eager build a mask of all tokens by all tokens of a micro-batch",
     )
     max_tokens_per_microbatch: int = Field(
         default=16384, ge=1, description="tokens in one forward of a rank; a longer sample goes alone, never cut"
@@ -313,6 +299,9 @@ class TrainerConfig(Section):
     )
     compile: bool = Field(
         default=False, description="torch.compile of each layer and of the logprobs: minutes at the start, then faster"
+    )
+    liger: bool = Field(
+        default=False, description="Liger's Triton kernels for norms, rotary embedding and MLP; needs offbeat[liger]"
     )
     offload: OffloadMode = Field(
         default="none",
@@ -328,5 +317,15 @@ class TrainerConfig(Section):
     lora: LoraConfig | None = Field(default=None, description="train low-rank adapters only; null: every weight")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="estimator, loss and their numbers")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule")
+    critic: CriticConfig | None = Field(default=None, description="value model of adv_estimator=gae; null: none")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and pruning")
     guards: GuardsConfig = Field(default_factory=GuardsConfig, description="skipped updates and alarms")
+
+    @model_validator(mode="after")
+    def _critic_is_asked(self) -> Self:
+        name = self.algorithm.adv_estimator
+        if name == "gae" and self.critic is None:
+            raise ValueError("adv_estimator='gae' needs the values of a critic: add the section trainer.critic")
+        if name != "gae" and name in ADVANTAGE_ESTIMATORS and self.critic is not None:
+            raise ValueError(f"adv_estimator={name!r} takes no values: drop the section critic, or set 'gae'")
+        return self

@@ -6,8 +6,9 @@ from torch import nn
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
     """The blocks that transformers says must stay whole, in the model's order."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    modules = list(model.modules())
+    names = {name for module in modules for name in getattr(module, "_no_split_modules", None) or ()}
+    return [module for module in modules if type(module).__name__ in names]
 
 
 def recompute_layers(model: nn.Module, *, share: float) -> None:

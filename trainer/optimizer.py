@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from trainer.config import OptimizerConfig
+from trainer.parallel import ALONE, Ranks
+from trainer.update_config import OptimizerConfig
 
 CLIP_EPSILON = 1e-6
 
@@ -36,9 +37,15 @@ def learning_rate(position: int, config: OptimizerConfig) -> float:
 
 
 def update(
-    optimizer: torch.optim.Optimizer, loss: float, *, lr: float, max_grad_norm: float | None
+    optimizer: torch.optim.Optimizer,
+    loss: float,
+    *,
+    lr: float,
+    max_grad_norm: float | None,
+    ranks: Ranks = ALONE,
 ) -> tuple[float, bool]:
-    """Clips, steps and clears the gradients; gives the 2-norm before clipping, and whether the step was taken.
+    """Sums over ranks, clips, steps and clears the gradients; gives their 2-norm before clipping, and whether the step
+    was taken.
 
     A loss or norm that is not finite takes no step and leaves weights and moments as they were. A parameter without a
     gradient has one of zeros: AdamW's moments and weight decay act even on a batch without any.
@@ -48,6 +55,7 @@ def update(
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     gradients = [parameter.grad for parameter in parameters]
+    ranks.sum_gradients(gradients)
     norm = _norm(gradients)
     taken = math.isfinite(norm) and math.isfinite(loss)
     if taken:

@@ -4,7 +4,7 @@ Everything here lies on the CPU and is the same on every rank; only logprobs are
 Dimensions: B samples, R response tokens, K parts of the reward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,17 +39,23 @@ class Prepared:
     """Denominator of the PPO ratio; None: the logprobs of the one update themselves."""
     sampled_BR: Tensor | None
     """Tokens that counted before some were rejected; None: none could be."""
+    values_BR: Tensor | None
+    """The critic's, from before its updates; None: there is no critic."""
     metrics: StepMetrics
 
 
 class Preparation:
     """Of one run's batches, as its config says."""
 
-    def __init__(self, config: TrainerConfig, scorer: Scorer) -> None:
+    def __init__(
+        self, config: TrainerConfig, scorer: Scorer, values_of: Callable[[Batch], Tensor] | None = None
+    ) -> None:
+        """`values_of`: of a critic, for the estimator."""
         self._algorithm: AlgorithmConfig = config.algorithm
         self._seed = config.seed
         self._with_adapter = config.lora is not None
         self._scorer = scorer
+        self._values_of = values_of
         estimator = config.algorithm.adv_estimator
         self._estimate = estimator_of(estimator)
         self._reads_logprobs = reads_logprobs(estimator, self._estimate)
@@ -57,6 +63,7 @@ class Preparation:
         self._options = AdvantageOptions(
             norm_by_std=config.algorithm.norm_adv_by_std,
             gamma=config.algorithm.gamma,
+            lam=config.algorithm.gae_lambda,
             part_weights=tuple(config.algorithm.gdpo_weights.values()),
             reward_weight=config.algorithm.distillation_reward_weight,
         )
@@ -80,6 +87,7 @@ class Preparation:
             sampled_BR = batch.mask_BR
             batch = replace(batch, mask_BR=found.mask_BR, weights_BR=found.weights_BR)
             metrics |= found.metrics
+        values_BR = None if self._values_of is None else self._values_of(batch)
         parts_BK, part_figures = self._parts(trajectories)
         advantages = self._estimate(
             AdvantageInputs(
@@ -90,6 +98,7 @@ class Preparation:
                 baseline_B=self._baselines(greedy, batch),
                 logprobs_BR=None if own is None else own[0],
                 square_sums_BR=None if own is None or not self._token_baseline else own[1],
+                values_BR=values_BR,
                 importance_weights_BR=None if own is None else self._loss_weights(batch, own[0]),
                 reference_logprobs_BR=batch.reference_logprobs_BR,
             ),
@@ -102,6 +111,7 @@ class Preparation:
             returns_BR=advantages.returns_BR,
             old_BR=old_BR,
             sampled_BR=sampled_BR,
+            values_BR=values_BR,
             metrics=metrics | part_figures | reward_metrics | advantages.metrics,
         )
         return prepared if self._algorithm.resample == "none" else self._resampled(prepared, step)
@@ -180,7 +190,7 @@ class Preparation:
             power=self._algorithm.resample_power,
             generator=step_generator(self._seed, step),
         )
-        old_BR, sampled_BR = prepared.old_BR, prepared.sampled_BR
+        old_BR, sampled_BR, values_BR = prepared.old_BR, prepared.sampled_BR, prepared.values_BR
         return replace(
             prepared,
             batch=prepared.batch.take(rows_B),
@@ -189,5 +199,6 @@ class Preparation:
             returns_BR=prepared.returns_BR[rows_B],
             old_BR=None if old_BR is None else old_BR[rows_B],
             sampled_BR=None if sampled_BR is None else sampled_BR[rows_B],
+            values_BR=None if values_BR is None else values_BR[rows_B],
             metrics=prepared.metrics | resampling_metrics(rows_B),
         )

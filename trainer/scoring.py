@@ -47,3 +47,8 @@ def put(values_BR: Tensor, micro: MicroBatch, values_N: Tensor) -> None:
     """Writes a micro-batch's values of counted tokens to their places in the batch."""
     if not micro.idle:
         values_BR[micro.rows_B, : micro.width] = micro.scatter(values_N).to(values_BR)
+
+
+def cut(micro: MicroBatch, values_BR: Tensor) -> Tensor:
+    """A micro-batch's part of values of the whole batch, on its device."""
+    return values_BR[micro.rows_B, : micro.width].to(micro.slots_N.device, non_blocking=True)

@@ -1,7 +1,8 @@
 """One training step from trajectories to new weights.
 
-collate -> rewards (- KL) -> correction -> advantages     trainer/preparation.py, on the CPU
--> [ micro-batches -> forward, loss, backward ] -> clip -> AdamW -> metrics     trainer/updates.py, on the device
+collate -> rewards (- KL) -> correction -> values -> advantages     trainer/preparation.py, on the CPU
+[ the critic's own updates ]                                        trainer/critic_updates.py, where there is one
+[ micro-batches -> forward, loss, backward ] -> clip -> AdamW -> metrics     trainer/updates.py, on the device
 """
 
 from collections.abc import Sequence
@@ -11,9 +12,12 @@ from torch import nn
 
 from trainer.batch import Trajectory
 from trainer.config import TrainerConfig
+from trainer.critic import ValueModel
+from trainer.critic_updates import Critic
 from trainer.guards import Guards
 from trainer.kl_control import adapted
 from trainer.layers import compile_layers, recompute_layers
+from trainer.liger import use_liger
 from trainer.metrics import StepMetrics
 from trainer.mismatch import Mismatch, mismatches
 from trainer.offload import Offload
@@ -21,7 +25,7 @@ from trainer.optimizer import build_optimizer, learning_rate
 from trainer.parallel import ALONE, Ranks
 from trainer.parallel.sharding import shard
 from trainer.policy import Policy
-from trainer.preparation import Preparation
+from trainer.preparation import Preparation, Prepared
 from trainer.scoring import Scorer
 from trainer.updates import Updates
 
@@ -29,8 +33,13 @@ from trainer.updates import Updates
 class Learner:
     """Holds the trained model, its optimizer and its place in the learning-rate schedule."""
 
-    def __init__(self, model: nn.Module, config: TrainerConfig, ranks: Ranks = ALONE) -> None:
-        """Recomputes, compiles and shards the model's layers as the config says. Leaves the global seeds alone."""
+    def __init__(
+        self, model: nn.Module, config: TrainerConfig, ranks: Ranks = ALONE, critic: ValueModel | None = None
+    ) -> None:
+        """Recomputes, compiles and shards the models' layers as the config says. Leaves the global seeds alone.
+
+        `critic` comes with the config's section of that name.
+        """
         self.model = model
         self.config = config
         self.ranks = ranks
@@ -43,7 +52,8 @@ class Learner:
         """Of the newest step: behaviour logprobs beside those of the weights that it began with, by rollout server."""
         self.guards = Guards(config.guards)
         self._scorer = Scorer(self.policy, max_tokens=config.max_tokens_per_microbatch, device=device, ranks=ranks)
-        self._prepare = Preparation(config, self._scorer)
+        self.critic = None if critic is None else Critic(critic, config, self._scorer)
+        self._prepare = Preparation(config, self._scorer, None if self.critic is None else self.critic.values)
         self._offload = Offload(model, self.optimizer, config.offload if ranks.mesh is None else "none")
 
     def train(self, trajectories: Sequence[Trajectory], *, step: int, policy_version: int) -> StepMetrics:
@@ -51,21 +61,34 @@ class Learner:
 
         `policy_version` is the trainer's before this step; staleness counts from it. Every rank is given the same.
         Raises ValueError when the KL is used and a trajectory has no reference logprobs, or gdpo and one lacks a part
-        of the reward. Updates whose loss or gradient norm is not finite are left out and counted in `skipped`.
+        of the reward. Updates whose loss or gradient norm is not finite are left out and counted in `skipped`; while a
+        critic warms up, the policy and its schedule stay where they are.
         """
         self._offload.bring_weights()
         prepared = self._prepare(trajectories, step=step, policy_version=policy_version, kl_coef=self.kl_coef)
         self.guards.begin([trajectory.sample for trajectory in prepared.trajectories])
         next_kl_coef = self._next_kl_coef(prepared.metrics, samples=len(prepared.trajectories))
+        metrics = {"step": float(step), "policy_version": float(policy_version)} | prepared.metrics
+        waits = self.critic is not None and self.critic.warms_up
+        if self.critic is not None:
+            metrics |= self.critic.train(prepared)
+        if waits:
+            self.mismatches = []
+            left_out = self.config.algorithm.epochs * min(self.config.algorithm.minibatches, prepared.batch.size)
+            metrics |= {"updates": 0.0, "skipped": 0.0, "updates_left_out": float(left_out)}
+            return metrics | self.guards.look(metrics)
+        metrics |= self._update(prepared, step=step, policy_version=policy_version)
+        metrics |= self.guards.look(metrics)
+        self.schedule_position, self.kl_coef = self.schedule_position + 1, next_kl_coef
+        return metrics
+
+    def _update(self, prepared: Prepared, *, step: int, policy_version: int) -> StepMetrics:
+        """The policy's updates and their figures."""
         lr = learning_rate(self.schedule_position, self.config.optimizer)
         updates = Updates(self.config, self._scorer, self.optimizer, self._offload, prepared, self.guards, step=step)
         updates.run(lr=lr)
-        metrics = {"step": float(step), "policy_version": float(policy_version), "lr": lr}
-        metrics |= prepared.metrics | updates.metrics()
-        metrics |= self.guards.look(metrics)
         self.mismatches = mismatches(*updates.differences(), prepared.trajectories, policy_version=policy_version)
-        self.schedule_position, self.kl_coef = self.schedule_position + 1, next_kl_coef
-        return metrics
+        return {"lr": lr} | updates.metrics()
 
     def rest(self) -> None:
         """Give the device back what `offload` says, until the next step; weights are packed for a push before."""
@@ -88,6 +111,8 @@ def prepared_policy(model: nn.Module, config: TrainerConfig, ranks: Ranks) -> tu
         max_logits_mib=config.max_logits_mib,
         compiled=config.compile,
     )
+    if config.liger:
+        use_liger(model)
     policy.train(config.gradient_checkpointing)
     if config.gradient_checkpointing:
         recompute_layers(model, share=config.recomputed_share)

@@ -22,7 +22,7 @@ from trainer.optimizer import update
 from trainer.packing import MicroBatch
 from trainer.preparation import Prepared
 from trainer.randomness import step_generator
-from trainer.scoring import Scorer, put
+from trainer.scoring import Scorer, cut, put
 
 
 class Updates:
@@ -73,13 +73,7 @@ class Updates:
 
     def _update(self, rows_B: Tensor, *, lr: float, first_pass: bool) -> None:
         """One optimizer update on the samples `rows_B`; all of them count in the denominators."""
-        mask_BR = self._batch.mask_BR[rows_B]
-        denominators = Denominators(
-            tokens=float(mask_BR.sum()),
-            sequences=float(mask_BR.any(-1).sum()),
-            samples=float(len(rows_B)),
-            width=float(mask_BR.shape[1]),
-        )
+        denominators = Denominators.of(self._batch.mask_BR[rows_B])
         loss, parts = torch.zeros((), device=self._scorer.device), []
         for micro in self._scorer.micro_batches(self._batch, rows_B[self._active_B[rows_B]]):
             part = self._backward(micro, denominators, first_pass=first_pass)
@@ -89,7 +83,9 @@ class Updates:
             self._fresh_B[rows_B] = True
         with self._offload.moments():
             total = self._scorer.ranks.total(loss)
-            norm, taken = update(self._optimizer, total, lr=lr, max_grad_norm=self._max_grad_norm)
+            norm, taken = update(
+                self._optimizer, total, lr=lr, max_grad_norm=self._max_grad_norm, ranks=self._scorer.ranks
+            )
         self._taken.append((norm, taken))
         if taken:
             self._guards.taken()
@@ -113,7 +109,7 @@ class Updates:
             self._seen.append((micro, scores.logprobs_N.detach()))
         inputs = self._loss_inputs(micro, scores.logprobs_N, scores.entropy_N, denominators)
         outputs = objective(self._policy_loss, inputs, self._options)
-        torch.autograd.backward(outputs.loss * self._scorer.ranks.size)  # FSDP2 takes the mean over ranks
+        torch.autograd.backward(outputs.loss * self._scorer.ranks.gradient_scale)
         self._tally.add(outputs.metrics, tokens=float(len(micro.slots_N)))
         return outputs.loss.detach()
 
@@ -125,19 +121,19 @@ class Updates:
         reference_BR, weights_BR = batch.reference_logprobs_BR, batch.weights_BR
         return LossInputs(
             logprobs_BR=logprobs_BR,
-            old_logprobs_BR=logprobs_BR.detach() if old_BR is None else _cut(micro, old_BR),
-            behaviour_logprobs_BR=_cut(micro, batch.behaviour_logprobs_BR),
-            advantages_BR=_cut(micro, self._advantages_BR),
-            mask_BR=_cut(micro, batch.mask_BR),
+            old_logprobs_BR=logprobs_BR.detach() if old_BR is None else cut(micro, old_BR),
+            behaviour_logprobs_BR=cut(micro, batch.behaviour_logprobs_BR),
+            advantages_BR=cut(micro, self._advantages_BR),
+            mask_BR=cut(micro, batch.mask_BR),
             denominators=denominators,
-            reference_logprobs_BR=None if reference_BR is None else _cut(micro, reference_BR),
-            weights_BR=None if weights_BR is None else _cut(micro, weights_BR),
+            reference_logprobs_BR=None if reference_BR is None else cut(micro, reference_BR),
+            weights_BR=None if weights_BR is None else cut(micro, weights_BR),
             generator=self._generator,
             entropy_BR=None if entropy_N is None else micro.scatter(entropy_N),
         )
 
     def differences(self) -> tuple[Tensor, Tensor]:
-        """|behaviour - trainer| logprobs under the weights that the step began with: row of the batch, and nats, [N]."""
+        """|behaviour - trainer| logprobs under the weights that the step began with: row of the batch and nats, [N]."""
         difference_BR, where_BR = self._compared
         row_N, column_N = (where_BR & self._fresh_B[:, None]).nonzero(as_tuple=True)
         return row_N, difference_BR[row_N, column_N]
@@ -180,10 +176,6 @@ class Updates:
             "updates": float(sum(taken)),
             "skipped": float(len(taken) - sum(taken)),
         }
-
-
-def _cut(micro: MicroBatch, values_BR: Tensor) -> Tensor:
-    return values_BR[micro.rows_B, : micro.width].to(micro.slots_N.device, non_blocking=True)
 
 
 def _active(algorithm: AlgorithmConfig, prepared: Prepared) -> Tensor:

@@ -1,7 +1,4 @@
-"""Advantage estimators by name: one pure function per file, rewards and mask in, advantages and returns out.
-
-Beside them stands `gae`, which needs a value model.
-"""
+"""Advantage estimators by name: one pure function per file, rewards and mask in, advantages and returns out."""
 
 from functools import cache
 
@@ -34,6 +31,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,
+    "gae": gae,
     "optimal_token_baseline": optimal_token_baseline,
     "tir_optimal_token_baseline": tir_optimal_token_baseline,
     "distillation": distillation,

@@ -27,6 +27,8 @@ class AdvantageInputs:
     """Reward of the greedy sample of each sample's group (remax)."""
     importance_weights_BR: Tensor | None = None
     """What the loss multiplies a token with for its sampler's age; None: nothing (optimal_token_baseline)."""
+    values_BR: Tensor | None = None
+    """What the critic expects before each token, under the weights that the step begins with (gae)."""
     reference_logprobs_BR: Tensor | None = None
     """Of the reference service's model, where the trajectories have them: the teacher's (distillation)."""
 
@@ -38,7 +40,9 @@ class AdvantageOptions:
     norm_by_std: bool = True
     """Divide by the group's standard deviation (grpo, grpo_passk, gdpo)."""
     gamma: float = 1.0
-    """Discount per counted token (reinforce_plus_plus)."""
+    """Discount per counted token (reinforce_plus_plus, gae)."""
+    lam: float = 1.0
+    """Weight of each further temporal difference (gae)."""
     part_weights: tuple[float, ...] = ()
     """Weight of each part of the reward (gdpo)."""
     reward_weight: float = 0.0

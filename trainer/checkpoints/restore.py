@@ -46,6 +46,8 @@ def restore(folder: Path, learner: Learner) -> Restored:
         load_shards(folder, trained.moments_part, places)
         trained.set_moments(places)
     learner.schedule_position = state["schedule_position"]
+    if learner.critic is not None:
+        learner.critic.position = state["critic_position"]
     if learner.config.algorithm.kl_target is not None:
         learner.kl_coef = state.get("kl_coef", learner.kl_coef)
     set_random_states(state["random"])

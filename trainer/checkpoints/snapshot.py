@@ -48,6 +48,7 @@ def snapshot(learner: Learner, *, step: int, policy_version: int, extra: dict[st
             "policy_version": policy_version,
             "ranks": learner.ranks.size,
             "schedule_position": learner.schedule_position,
+            "critic_position": None if learner.critic is None else learner.critic.position,
             "kl_coef": learner.kl_coef,
             "random": random_states(),
             "config_hash": config_hash(learner.config),

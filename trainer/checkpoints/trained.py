@@ -69,6 +69,8 @@ class Trained:
 def trained_models(learner: Learner) -> Iterator[Trained]:
     """All that `learner` trains."""
     yield Trained(model=learner.model, optimizer=learner.optimizer, adapter=learner.config.lora is not None)
+    if learner.critic is not None:
+        yield Trained(model=learner.critic.model, optimizer=learner.critic.optimizer, prefix="critic/")
 
 
 @torch.no_grad()

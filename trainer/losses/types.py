@@ -26,6 +26,16 @@ class Denominators:
     width: float
     """R of the whole batch."""
 
+    @classmethod
+    def of(cls, mask_BR: Tensor) -> "Denominators":
+        """Of an update on the samples with this mask."""
+        return cls(
+            tokens=float(mask_BR.sum()),
+            sequences=float(mask_BR.any(-1).sum()),
+            samples=float(len(mask_BR)),
+            width=float(mask_BR.shape[1]),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:

@@ -299,7 +299,11 @@ def test_rooms_that_do_not_fit_together_are_told_line_by_line(tmp_path: Path) ->
 
 @pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
 def test_an_estimator_that_compares_in_a_group_refuses_a_group_of_one(tmp_path: Path, estimator: str) -> None:
-    needs = {"gdpo": "trainer.algorithm.gdpo_weights={length: 1}", "distillation": "reference.model=some/teacher"}
+    needs = {
+        "gdpo": "trainer.algorithm.gdpo_weights={length: 1}",
+        "distillation": "reference.model=some/teacher",
+        "gae": "trainer.critic={}",
+    }
     overrides = [f"trainer.algorithm.adv_estimator={estimator}", *([needs[estimator]] if estimator in needs else [])]
     assert load_config(recipe_file(tmp_path), overrides).rules().min_group_samples == (1 if alone(estimator) else 2)
     if alone(estimator):
@@ -311,7 +315,7 @@ def test_an_estimator_that_compares_in_a_group_refuses_a_group_of_one(tmp_path: 
 
 def alone(estimator: str) -> bool:
     """Without a group."""
-    return estimator in ("reinforce", "reinforce_plus_plus", "remax", "distillation")
+    return estimator in ("gae", "reinforce", "reinforce_plus_plus", "remax", "distillation")
 
 
 def test_missing_files_are_told_together(tmp_path: Path) -> None:

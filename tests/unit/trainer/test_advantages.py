@@ -26,8 +26,9 @@ def inputs(rewards: list[float], groups: list[int], lengths: list[int] | None = 
         group_B=torch.tensor(groups),
         logprobs_BR=torch.full_like(mask_BR, math.log(0.5)),
         square_sums_BR=torch.full_like(mask_BR, 0.375),
-        reference_logprobs_BR=torch.full_like(mask_BR, math.log(0.25)),
         baseline_B=0.5 * torch.tensor(groups).double(),
+        reference_logprobs_BR=torch.full_like(mask_BR, math.log(0.25)),
+        values_BR=0.5 * mask_BR,
     )
 
 
@@ -188,12 +189,23 @@ def test_whitening_one_token_gives_nothing_to_learn() -> None:
 def test_gae_adds_up_discounted_temporal_differences() -> None:
     rewards_BR = torch.tensor([[0.0, 0.0, 1.0]]).double()
     values_BR = torch.tensor([[0.5, 0.25, 0.5]]).double()
-    found = gae(rewards_BR, values_BR, torch.ones_like(rewards_BR), gamma=1.0, lam=0.5)
+    told = AdvantageInputs(
+        token_rewards_BR=rewards_BR,
+        mask_BR=torch.ones_like(rewards_BR),
+        group_B=torch.tensor([0]),
+        values_BR=values_BR,
+    )
+    found = gae(told, AdvantageOptions(gamma=1.0, lam=0.5))
     # deltas -1/4, 1/4, 1/2; L from the right 1/2, 1/4 + 1/4, -1/4 + 1/4
     close(found.returns_BR, [[0.5, 0.75, 1.0]])
     a = 1 / (6 * math.sqrt(1 / 12))  # L = 0, 1/2, 1/2: mean 1/3, squares 1/9 + 1/36 + 1/36 = 1/6, over n - 1 = 2
     expected = torch.tensor([[-2 * a, a, a]]).double()
     torch.testing.assert_close(found.advantages_BR, expected, rtol=0, atol=1e-6)
+
+
+def test_gae_without_a_critic_is_told() -> None:
+    with pytest.raises(ValueError, match="needs the values of a critic"):
+        advantages("gae", replace(inputs([1], [0]), values_BR=None))
 
 
 def test_remax_takes_the_greedy_reward_off() -> None:

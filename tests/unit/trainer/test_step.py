@@ -16,6 +16,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from trainer.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions
 from trainer.batch import Trajectory
 from trainer.config import POLICY_LOSSES, AlgorithmConfig, OptimizerConfig, TrainerConfig
+from trainer.critic import ValueModel
+from trainer.critic_config import CriticConfig
 from trainer.step import Learner
 
 VOCABULARY = 17
@@ -67,14 +69,17 @@ def trajectories(seed: int, *, groups: int = 4, group_size: int = 4, masked: boo
 
 
 def learner(*, dtype: torch.dtype = torch.float32, lr: float = 1e-2, budget: int = 64, **algorithm: Any) -> Learner:
+    critic = CriticConfig() if algorithm.get("adv_estimator") == "gae" else None
     config = TrainerConfig(
         model="tiny",
         device="cpu",
         max_tokens_per_microbatch=budget,
         algorithm=AlgorithmConfig(**algorithm),
         optimizer=OptimizerConfig(lr=lr, max_grad_norm=1.0),
+        critic=critic,
     )
-    return Learner(tiny_model(dtype=dtype), config)
+    value_model = None if critic is None else ValueModel(tiny_model(1, dtype), critic, seed=0)
+    return Learner(tiny_model(dtype=dtype), config, critic=value_model)
 
 
 def plain_grpo(model: nn.Module, batches: Sequence[Sequence[Trajectory]], *, lr: float) -> list[float]:
