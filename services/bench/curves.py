@@ -22,6 +22,11 @@ CURVES: dict[str, tuple[str, ...]] = {
     "grpo": (),
     "rloo": ("trainer.algorithm.adv_estimator=rloo",),
     "reinforce_plus_plus": ("trainer.algorithm.adv_estimator=reinforce_plus_plus",),
+    "gae": (
+        "trainer.algorithm.adv_estimator=gae",
+        "trainer.critic.optimizer.lr=0.001",
+        "trainer.critic.optimizer.weight_decay=0",
+    ),
     "gspo": ("trainer.algorithm.loss=gspo", "trainer.algorithm.loss_aggregation=seq-mean-token-mean"),
     "cispo": ("trainer.algorithm.loss=cispo", "trainer.algorithm.clip_low=1.0"),
 }
