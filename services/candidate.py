@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +18,10 @@ UNBOUND = ("rollout.max_model_len=null", "rollout.threads=null", "rollout.sampli
 def model_folder(model: str) -> Iterator[str]:
     """A Hugging Face folder or hub id for `model`, which may also be a run folder or a checkpoint of ours.
 
-    Of a run folder the newest whole checkpoint. One that holds no whole model (an adapter) is exported to a folder
-    that lives as long as the context. ValueError where there is nothing to load.
+    Of a run folder the newest whole checkpoint. One that holds no whole model (an adapter, shards of several ranks) is
+    exported to a folder that lives as long as the context. ValueError where there is nothing to load.
     """
-    from services.export import export_checkpoint, newest_checkpoint
+    from services.export import loadable, newest_checkpoint
 
     path = Path(model).expanduser()
     if not path.is_dir():
@@ -30,14 +29,11 @@ def model_folder(model: str) -> Iterator[str]:
             raise ValueError(f"{model}: no such folder")
         yield model
         return
-    plain = (path / "config.json").is_file() and not (path / "manifest.json").is_file()
-    found = path if plain else newest_checkpoint(path)
-    if plain or any(found.glob("model*.safetensors")):
-        yield str(found)
+    if (path / "config.json").is_file() and not (path / "manifest.json").is_file():
+        yield str(path)
         return
-    with tempfile.TemporaryDirectory(prefix="offbeat-eval-") as scratch:
-        export_checkpoint(found, Path(scratch), adapter=False)
-        yield scratch
+    with loadable(newest_checkpoint(path)) as folder:
+        yield str(folder)
 
 
 def own_recipe(model: str) -> str | None:

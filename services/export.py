@@ -36,14 +36,12 @@ def export_model(source: Path, out: Path, *, adapter: bool = False) -> int:
 
     adapter: of a LoRA run only the adapter, for PEFT.
     """
-    from trainer.checkpoints.failure import CheckpointFailed
-
     try:
         checkpoint = newest_checkpoint(source)
         if out.exists() and any(out.iterdir()):
             raise ValueError(f"{out}: is not empty")
         export_checkpoint(checkpoint, out, adapter=adapter)
-    except (ValueError, OSError, CheckpointFailed) as error:
+    except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     print(f"{checkpoint} -> {out}")
@@ -78,13 +76,17 @@ def loadable(checkpoint: Path) -> Iterator[Path]:
 def write_plain(checkpoint: Path, out: Path, *, part: str) -> None:
     """The tensors of a part, put together where several ranks have written it, and what is no tensor."""
     from trainer.checkpoints.blocks import whole_file
+    from trainer.checkpoints.failure import CheckpointFailed
     from trainer.checkpoints.whole import write_whole
 
     out.mkdir(parents=True, exist_ok=True)
     if (checkpoint / whole_file(part)).is_file():
         copy_all([checkpoint / whole_file(part)], out)
     else:
-        write_whole(checkpoint, part, out)
+        try:
+            write_whole(checkpoint, part, out)
+        except CheckpointFailed as error:
+            raise ValueError(str(error)) from error
     small = (file for file in sorted(checkpoint.iterdir()) if file.suffix != ".safetensors")
     copy_all((file for file in small if file.name not in TRAINING_ONLY), out)
 

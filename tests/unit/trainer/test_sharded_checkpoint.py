@@ -141,6 +141,19 @@ def test_one_rank_restores_and_exports_what_three_have_written(tmp_path: Path, l
     assert not folder.exists()
 
 
+def test_a_model_in_several_files_loads_as_one(tmp_path: Path, learner: Learner) -> None:
+    path = sharded(tmp_path / "checkpoints", learner)
+    out = tmp_path / "out"
+    out.mkdir()
+    write_whole(path, "model", out, file_bytes=1000)
+    (out / "config.json").write_bytes((path / "config.json").read_bytes())
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 1
+    exported = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    expected = learner.model.state_dict()
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
+
+
 def test_moments_of_another_model_are_refused_before_anything_changes(tmp_path: Path, learner: Learner) -> None:
     path = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(), incarnation=1).write(
         snapshot(learner, step=1, policy_version=1)
