@@ -84,14 +84,14 @@ class Evaluating:
     # What the conductor's loop asks.
 
     def pump(self) -> None:
-        """Begin what is due, end what is complete, ask for rewards."""
+        """End what is complete, begin what is due, ask for rewards."""
+        if self.sheet.open and not self.sheet.unsettled:
+            self._end()
         version = self._book.pushed_version
         if self.occasions.due(version):
             self.drop("the next one is due")
             self._begin(version, "an evaluation begins")
         self.judging.pump()
-        if self.sheet.open and not self.sheet.unsettled:
-            self._end()
 
     def over(self) -> bool:
         """Asked when all is trained: whether the last evaluation has ended, too, or is given up."""

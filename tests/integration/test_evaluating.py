@@ -13,6 +13,7 @@ import protos
 from services.book import State
 from services.config import Config
 from tests.integration.evaluation_kit import CREDIT, Scene, answer, evaluation_leases, playing, training_leases
+from tests.integration.kit import until
 from tests.integration.test_leases import new_engine
 
 MakeConfig = Callable[..., Config]
@@ -160,6 +161,21 @@ async def test_what_is_not_over_when_the_next_is_due_is_dropped_and_counted(make
         assert scene.events("evaluation_dropped")[0]["why"] == "the next one is due"
         summary = scene.evaluating.occasions.summary()
         assert summary is not None and summary["dropped"] == 1 and summary["last"]["version"] == 5
+
+
+async def test_what_is_complete_when_the_next_is_due_counts(make_scene: Callable[..., Scene]) -> None:
+    scene, engine = make_scene({**EVERY_TWO, "num_prompts": 1}), new_engine()
+    async with playing(scene, engine):
+        scene.push(2)
+        await scene.until(lambda: len(engine.leases) == 1)
+        answer(engine, engine.leases[0], "right")
+        await until(lambda: bool(scene.evaluating.judging.waiting))
+        scene.evaluating.judging.pump()
+        await until(lambda: not scene.evaluating.sheet.unsettled)
+        scene.push(4)
+        scene.turn()
+        assert [row["version"] for row in scene.rows("evals")] == [2] and scene.evaluating.sheet.version == 4
+        assert scene.events("evaluation_dropped") == []
 
 
 async def test_the_end_of_the_run_waits_until_the_deadline_and_no_longer(make_scene: Callable[..., Scene]) -> None:
