@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tests.integration.learner_rank import trajectories
-from trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from trainer.config import AlgorithmConfig, TrainerConfig
 from trainer.lora import attach_adapter
 from trainer.lora_config import LoraConfig
 from trainer.lora_push import outgoing_of
@@ -18,6 +18,7 @@ from trainer.model import load_model
 from trainer.parallel.start import seat, start
 from trainer.parallel_config import ParallelConfig
 from trainer.step import Learner
+from trainer.update_config import OptimizerConfig
 
 
 def main() -> None:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from protos.tensors import named_views
-from trainer.config import OptimizerConfig
 from trainer.lora import adapter_off, adapter_weights, attach_adapter, base_fingerprint, low_rank_weights, target_names
 from trainer.lora_config import LoraConfig
 from trainer.lora_push import outgoing_of
 from trainer.optimizer import build_optimizer
 from trainer.tiny import TinyShape, make_tiny_qwen3
+from trainer.update_config import OptimizerConfig
 
 torch.set_num_threads(1)
 SHAPE = TinyShape(

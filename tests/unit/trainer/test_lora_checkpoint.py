@@ -20,13 +20,14 @@ from trainer.checkpoints.failure import CheckpointFailed
 from trainer.checkpoints.restore import restore
 from trainer.checkpoints.snapshot import snapshot
 from trainer.checkpoints.store import CheckpointStore
-from trainer.config import CheckpointConfig, OptimizerConfig, TrainerConfig
+from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.lora import attach_adapter
 from trainer.lora_config import LoraConfig
 from trainer.lora_push import outgoing_of
 from trainer.model import load_model, model_fingerprint
 from trainer.step import Learner
 from trainer.tiny import TinyShape, make_tiny_qwen3
+from trainer.update_config import OptimizerConfig
 
 torch.set_num_threads(1)
 SHAPE = TinyShape(

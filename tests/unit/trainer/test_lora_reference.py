@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from trainer.batch import Trajectory
-from trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from trainer.config import AlgorithmConfig, TrainerConfig
 from trainer.lora import attach_adapter
 from trainer.lora_config import LoraConfig
 from trainer.model import load_model
 from trainer.reference import ReferencePolicy
 from trainer.step import Learner
 from trainer.tiny import TinyShape, make_tiny_qwen3
+from trainer.update_config import OptimizerConfig
 
 torch.set_num_threads(1)
 SHAPE = TinyShape(
