@@ -12,6 +12,7 @@ import protos
 from protos.arrays import from_array, to_array
 from services.faults import fault
 from services.streams import Outbox
+from services.vocabulary import check_same_tokens
 from services.worker import Worker
 
 CREDIT_SAMPLES = 4096
@@ -36,6 +37,8 @@ class ReferenceService(Worker, protos.ReferenceServicer):
         from trainer.reference import ReferencePolicy
 
         config = self.config
+        if config.reference.model is not None:
+            check_same_tokens(config.reference.model, config.trainer.model)
         prepare_process(threads=config.reference.threads, seed=config.trainer.seed)
         model: Any = load_model(
             config.reference.model or config.trainer.model,

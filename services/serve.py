@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import os
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +46,9 @@ def serve_role(
     """Run one service until it is drained; returns the exit code and says what went wrong in one line."""
     try:
         check_place(role, place, join=join, recipe=recipe)
+        rank = int(os.environ.get("RANK", "0")) if role == "trainer" else 0
+        if rank:
+            return follow_rank_0(place, rank=rank, log_level=log_level)
         config = load_config(recipe, overrides) if recipe is not None else None
         folder = place.folder or (config.run_folder if config is not None else None)
         set_up_logging(place.name, folder=folder, level=log_level)
@@ -55,6 +60,18 @@ def serve_role(
     except (OffbeatError, PeerError) as error:
         print(f"{place.name}: {error}", file=sys.stderr)
         return EXIT_CODES.get(type(error), 1)
+    return 0
+
+
+def follow_rank_0(place: Place, *, rank: int, log_level: str) -> int:
+    """A trainer's rank is no service of its own. It ends when rank 0 says so; torchrun ends it when that dies."""
+    from services.trainer_rank import follow
+    from trainer.parallel.start import seat
+
+    for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 drains, and cannot without the others
+        signal.signal(number, signal.SIG_IGN)
+    set_up_logging(f"{place.name}.rank{rank}", folder=place.folder, level=log_level)
+    follow(seat())
     return 0
 
 

@@ -21,6 +21,7 @@ from services.rolling import Rota, merged, roll
 from services.streams import Outbox
 from services.trainer_work import Trained, TrainerWork
 from services.worker import Worker
+from trainer.plugins import PluginError
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -62,7 +63,10 @@ class TrainerService(Worker, protos.TrainerServicer):
 
         self.identity.model_hash = model_fingerprint(self.config.trainer.model)
         self.part = TrainerWork(self.config, self.folder, Orders(seat()))
-        self.part.load()
+        try:
+            self.part.load()
+        except PluginError as error:
+            raise OffbeatError(str(error)) from error
         self.policy_version = self.part.step
         self._due = Due(self.config.trainer.checkpoint)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.kit import Run, assert_effectively_once, make_run
+from tests.e2e.kit import Run, assert_effectively_once, make_run, write_recipe
+from tests.e2e.test_commands import offbeat
 
 USER_CODE = Path(__file__).with_name("user_code.py")
 STEPS = 2
@@ -38,3 +39,11 @@ def test_a_kl_that_shall_count_twice_is_in_the_reward_and_in_the_loss(tmp_path: 
     assert second["kl_coef"] == 0.3 and second["kl_in_reward"] > 0
     assert second["kl_in_reward"] == pytest.approx(second["kl"], rel=1e-3)
     assert second["kl_loss"] == pytest.approx(0.1 * second["kl"], rel=1e-3)
+
+
+def test_a_function_that_takes_something_else_ends_the_run_before_it_begins(tmp_path: Path, model: Path) -> None:
+    recipe = str(write_recipe(tmp_path, model=model))
+    done = offbeat("train", recipe, f"trainer.algorithm.adv_estimator={USER_CODE}:takes_too_little", "--plain")
+    assert done.returncode == 1
+    assert "takes (inputs: 'AdvantageInputs') -> 'AdvantageOutputs'; write it as (inputs, options)" in done.stderr
+    assert "Traceback" not in done.stderr
