@@ -25,6 +25,8 @@ from trainer.checkpoints.snapshot import Snapshot, snapshot
 from trainer.checkpoints.store import CheckpointStore
 from trainer.checkpoints.trained import parts_of
 from trainer.config import AlgorithmConfig, CheckpointConfig, OptimizerConfig, TrainerConfig
+from trainer.critic import load_critic
+from trainer.critic_config import CriticConfig, CriticOptimizerConfig
 from trainer.lora import attach_adapter
 from trainer.lora_config import LoraConfig
 from trainer.model import load_model
@@ -43,14 +45,17 @@ def make_learner(model: str, *, replicas: int, lora: bool) -> Learner:
         lora=LoraConfig(rank=3) if lora else None,
         max_tokens_per_microbatch=32,
         parallel=ParallelConfig(replicas=replicas, deadline_seconds=60),
-        algorithm=AlgorithmConfig(minibatches=2, kl_use="reward", kl_coef=0.1, kl_target=0.05, kl_horizon=100),
+        algorithm=AlgorithmConfig(
+            adv_estimator="gae", minibatches=2, kl_use="reward", kl_coef=0.1, kl_target=0.05, kl_horizon=100
+        ),
         optimizer=OptimizerConfig(lr=3e-4, schedule="linear", total_steps=9),
+        critic=CriticConfig(warmup_steps=1, optimizer=CriticOptimizerConfig(lr=3e-4, schedule="linear", total_steps=9)),
     )
     ranks = start(seat(), config, device=torch.device("cpu"))
     loaded = load_model(model, dtype="float32", attn_implementation="packed", device="cpu")
     if config.lora is not None:
         attach_adapter(loaded, config.lora, base_model=model)
-    return Learner(loaded, config, ranks)
+    return Learner(loaded, config, ranks, critic=load_critic(config, device="cpu"))
 
 
 def train(learner: Learner, step: int) -> dict[str, float]:

@@ -14,6 +14,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trainer.batch import Trajectory
 from trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from trainer.critic import ValueModel
+from trainer.critic_config import CriticConfig
 from trainer.model import pick_device
 from trainer.parallel.start import own_device, seat, start
 from trainer.parallel_config import ParallelConfig
@@ -42,11 +44,8 @@ def trajectories(seed: int, *, samples: int) -> list[Trajectory]:
     ]
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
+def make_model() -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=VOCABULARY,
             hidden_size=16,
@@ -59,6 +58,14 @@ def main() -> None:
             tie_word_embeddings=True,
         )
     )
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = make_model()
+    critic = CriticConfig(head_init=0.3, epochs=2) if spec.get("critic") else None
     config = TrainerConfig(
         model="tiny",
         device=spec.get("device", "cpu"),
@@ -68,20 +75,29 @@ def main() -> None:
         parallel=ParallelConfig(deadline_seconds=60, **spec.get("parallel", {})),
         offload=spec.get("offload", "none"),
         algorithm=AlgorithmConfig(
-            minibatches=2, kl_use="loss", kl_coef=0.1, entropy_coef=0.01, skip_zero_advantage=True
+            adv_estimator="grpo" if critic is None else "gae",
+            minibatches=2,
+            kl_use="loss",
+            kl_coef=0.1,
+            entropy_coef=0.01,
+            skip_zero_advantage=True,
         ),
+        critic=critic,
         optimizer=OptimizerConfig(lr=3e-4),
     )
     device = pick_device(own_device(config, seat()))
     ranks = start(seat(), config, device=device)
-    learner = Learner(model.to(device), config, ranks)
+    value_model = None if critic is None else ValueModel(make_model().to(device), critic, seed=0)
+    learner = Learner(model.to(device), config, ranks, critic=value_model)
     told = [
         learner.train(trajectories(step, samples=samples), step=step, policy_version=step)
         for step, samples in enumerate((16, 15, 2, 6))
     ]
     whole = {
         name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu().clone()
-        for name, parameter in model.named_parameters()
+        for trained in (model, value_model)
+        if trained is not None
+        for name, parameter in trained.named_parameters()
     }
     if ranks.leads:
         folder = Path(spec["folder"])

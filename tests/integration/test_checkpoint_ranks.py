@@ -65,7 +65,7 @@ def test_a_checkpoint_of_four_is_resumed_on_two_on_one_and_on_two_replicas(
         assert all(torch.equal(expected[name], found[name]) for name in expected)
         written = {
             f"{part}:{name}": tensor
-            for part in ("model", "optimizer")
+            for part in ("model", "optimizer", "critic/model", "critic/optimizer")
             for name, tensor in whole_tensors(folder / "checkpoints" / "step_2", part).items()
         }
         assert {*expected} - {*written} == {"kl_coef"}
@@ -81,7 +81,7 @@ def test_a_checkpoint_of_four_is_resumed_on_two_on_one_and_on_two_replicas(
 def test_a_checkpoint_of_four_is_exported_as_one_model(tmp_path: Path, of_four: Path) -> None:
     checkpoint = of_four / "checkpoints" / "step_2"
     assert {file.suffix for file in checkpoint.iterdir()} == {".safetensors", ".json"}
-    assert len(list(checkpoint.glob("rank-*-of-4.*.safetensors"))) == 8
+    assert len(list(checkpoint.glob("rank-*-of-4.*.safetensors"))) == 16
     assert export_model(of_four, tmp_path / "out") == 0
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for name, tensor in exported.named_parameters():

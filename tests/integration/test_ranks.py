@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 RANK_CODE = Path(__file__).with_name("learner_rank.py")
+Told = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
 
 
-def run_ranks(folder: Path, size: int, **spec: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+def run_ranks(folder: Path, size: int, **spec: Any) -> Told:
     """Metrics of each step, and the whole weights, of a learner on `size` ranks."""
     folder.mkdir(parents=True)
     command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
@@ -26,17 +27,25 @@ def run_ranks(folder: Path, size: int, **spec: Any) -> tuple[list[dict[str, floa
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Told:
     return run_ranks(tmp_path_factory.mktemp("alone") / "one", 1)
 
 
 @pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 1), (4, 2), (2, 0)])
-def test_several_ranks_train_as_one_does(
-    tmp_path: Path, alone: tuple[list[dict[str, float]], dict[str, torch.Tensor]], size: int, replicas: int
-) -> None:
-    metrics, weights = run_ranks(tmp_path / "many", size, parallel={"replicas": replicas})
-    assert len(metrics) == len(alone[0]) == 4
-    for ours, theirs in zip(metrics, alone[0], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
-    for name, tensor in alone[1].items():
-        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6)
+def test_several_ranks_train_as_one_does(tmp_path: Path, alone: Told, size: int, replicas: int) -> None:
+    compare(run_ranks(tmp_path / "many", size, parallel={"replicas": replicas}), alone)
+
+
+def test_two_ranks_train_a_policy_and_its_critic_as_one_does(tmp_path: Path) -> None:
+    one, two = (run_ranks(tmp_path / str(size), size, critic=True) for size in (1, 2))
+    assert one[1]["head.weight"].any() and one[0][-1]["value_loss"] > 0
+    compare(two, one)
+
+
+def compare(ours: Told, theirs: Told) -> None:
+    assert len(ours[0]) == len(theirs[0]) == 4
+    for metrics, expected in zip(ours[0], theirs[0], strict=True):
+        assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert ours[1].keys() == theirs[1].keys()
+    for name, tensor in theirs[1].items():
+        torch.testing.assert_close(ours[1][name], tensor, rtol=0, atol=1e-6)
