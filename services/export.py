@@ -61,16 +61,32 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool) -> None:
 
 @contextmanager
 def loadable(checkpoint: Path) -> Iterator[Path]:
-    """A folder that AutoModelForCausalLM and vLLM load: the checkpoint itself, where it holds a model as one file.
+    """A folder that AutoModelForCausalLM and vLLM load: the checkpoint itself, where it holds a model and no more.
 
-    Otherwise (an adapter, shards of several ranks) an export of it, which lives as long as the context.
+    Otherwise (beside an optimizer, whose file vLLM would read as weights; an adapter; shards of several ranks) a folder
+    of links to it or an export of it, which lives as long as the context.
     """
-    if (checkpoint / "model.safetensors").is_file():
+    tensors = {file.name for file in checkpoint.glob("*.safetensors")}
+    if tensors == {"model.safetensors"}:
         yield checkpoint
         return
     with tempfile.TemporaryDirectory(prefix="offbeat-model-") as scratch:
-        export_checkpoint(checkpoint, Path(scratch), adapter=False)
+        if "model.safetensors" in tensors:
+            link_all(model_only(checkpoint), Path(scratch))
+        else:
+            export_checkpoint(checkpoint, Path(scratch), adapter=False)
         yield Path(scratch)
+
+
+def model_only(checkpoint: Path) -> Iterator[Path]:
+    """The files of a whole model."""
+    files = (file for file in sorted(checkpoint.iterdir()) if file.is_file() and file.name not in TRAINING_ONLY)
+    return (file for file in files if file.suffix != ".safetensors" or file.name == "model.safetensors")
+
+
+def link_all(files: Iterable[Path], out: Path) -> None:
+    for file in files:
+        (out / file.name).symlink_to(file.resolve())
 
 
 def write_plain(checkpoint: Path, out: Path, *, part: str) -> None:
