@@ -62,3 +62,16 @@ def test_a_run_with_an_adapter(start: StartRun, model: Path, tmp_path: Path, pus
     assert export_model(run.checkpoint(1), out) == 0
     assert furthest(run, out, step=2) < 1e-4
     assert furthest(run, model, step=2) > 1e-3, "the adapter has moved the samples' logprobs"
+
+
+def test_two_trainer_ranks_push_an_adapter_and_go_on_from_its_checkpoint(
+    start: StartRun, model: Path, tmp_path: Path
+) -> None:
+    ranks = ("launch.trainer_ranks=2", "trainer.lora.push=adapter", "trainer.checkpoint.every_steps=1")
+    algorithm = "trainer.algorithm={kl_use: loss, kl_coef: 0.1, loss: vanilla}"
+    run = start(*SHORT, *LORA, *ranks, algorithm, faults="trainer:step.computed@2=kill")
+    run.wait()
+    assert run.fired() and run.summary()["steps"] == STEPS
+    out = tmp_path / "exported"
+    assert export_model(run.checkpoint(1), out) == 0
+    assert furthest(run, out, step=2) < 1e-4
