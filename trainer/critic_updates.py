@@ -15,6 +15,7 @@ from trainer.config import TrainerConfig
 from trainer.critic import ValueModel
 from trainer.critic_config import CriticConfig
 from trainer.layers import compile_layers, recompute_layers
+from trainer.liger import use_liger
 from trainer.losses.types import Denominators
 from trainer.losses.value import value_loss
 from trainer.metrics import StepMetrics, Tally
@@ -68,7 +69,7 @@ class Critic:
             for rows in np.array_split(np.arange(size), min(self._minibatches, size)):
                 taken.append(self._update(prepared, torch.from_numpy(rows), tally, lr=lr))
         self.position += 1
-        self._offload.leave()
+        self.rest()
         norms = [norm for norm, _ in taken]
         skipped = sum(not was_taken for _, was_taken in taken)
         return {
@@ -79,6 +80,10 @@ class Critic:
             "critic_updates": float(len(taken) - skipped),
             "critic_skipped": float(skipped),
         }
+
+    def rest(self) -> None:
+        """Give the device back what `offload` says, until the next values."""
+        self._offload.leave()
 
     def _update(self, prepared: Prepared, rows_B: Tensor, tally: Tally, *, lr: float) -> tuple[float, bool]:
         """One optimizer update on the samples `rows_B`: its gradient norm, and whether it was taken."""
@@ -127,6 +132,8 @@ def return_metrics(values_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor) -> St
 
 
 def _prepare(model: ValueModel, config: TrainerConfig, scorer: Scorer, *, offload: bool) -> None:
+    if config.liger:
+        use_liger(model.body)
     model.train(config.gradient_checkpointing)
     if config.gradient_checkpointing:
         recompute_layers(model.body, share=config.recomputed_share)

@@ -93,6 +93,8 @@ class Learner:
     def rest(self) -> None:
         """Give the device back what `offload` says, until the next step; weights are packed for a push before."""
         self._offload.leave()
+        if self.critic is not None:
+            self.critic.rest()
 
     def _next_kl_coef(self, found: StepMetrics, *, samples: int) -> float:
         algorithm = self.config.algorithm

@@ -218,10 +218,11 @@ def test_a_poisoned_critic_skips_its_updates_and_counts_them() -> None:
 
 def test_a_resting_critic_lies_in_host_memory_and_comes_back() -> None:
     kept, moved = learner(), learner(critic={"offload": "all"})
+    moved.rest()
+    assert moved.critic is not None and moved.critic._offload._hosts
     for step in range(2):
         for found in (kept, moved):
             found.train(trajectories(step), step=step, policy_version=3)
-    assert moved.critic is not None
     held = {host.data_ptr() for host in moved.critic._offload._hosts.values()}
     assert {one.data_ptr() for one in moved.critic.model.parameters()} <= held
     assert torch.equal(critic_weights(moved), critic_weights(kept))
