@@ -378,7 +378,8 @@ class Conductor(Actor):
     async def _finish(self) -> None:
         """Every step is trained and pushed: save, then let everybody go."""
         try:
-            report = await self.training.save()
+            seconds = self.config.trainer.checkpoint.deadline_seconds
+            report = await self.training.save(deadline_seconds=seconds)
             self.checkpointed(report)
         except (PeerError, AssertionError) as error:
             self.journalist.tell("warning", self.name, "the last checkpoint was not saved", why=error)

@@ -38,6 +38,7 @@ class Journalist:
         self.book = book
         self.config = config
         self.last_metrics: dict[str, float] = {}
+        self.checkpoints = {"written": 0, "failed": 0}
         self.num_steps = self.num_samples = self.num_pushes = self.missed_events = 0
         self._started: float | None = None
         self._last_report = 0.0
@@ -132,6 +133,7 @@ class Journalist:
         self._publish(protos.TelemetryEvent(kind="evaluation", service="conductor", message="evaluated", values=values))
 
     def checkpoint(self, report: protos.CheckpointReport) -> None:
+        self.checkpoints["failed" if report.problem else "written"] += 1
         if report.problem:
             self.tell("warning", "trainer", "a checkpoint failed", step=report.step, why=report.problem)
         else:
@@ -164,6 +166,7 @@ class Journalist:
             "steps": status.step,
             "samples": ledger.trained,
             "pushes": self.num_pushes,
+            "checkpoints": self.checkpoints,
             "run_seconds": round(seconds, 3),
             "samples_per_s": round(self.num_samples / seconds, 1) if seconds else 0.0,
             "tokens_per_s": round(num_tokens / seconds, 1) if seconds else 0.0,

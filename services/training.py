@@ -276,9 +276,10 @@ class Training:
         for step in [step for step in self.book.batches if step <= self._joined_version]:
             self.book.train(step)
 
-    async def save(self) -> protos.CheckpointReport:
+    async def save(self, *, deadline_seconds: float) -> protos.CheckpointReport:
         """Ask for a checkpoint of where the trainer stands."""
         assert self.link is not None
         stub = protos.TrainerStub(self.link.channel)
-        reply = await call(stub.Save, protos.SaveRequest(), deadline_seconds=120.0, what="saving the last checkpoint")
+        what = "saving the last checkpoint"
+        reply = await call(stub.Save, protos.SaveRequest(), deadline_seconds=deadline_seconds, what=what)
         return reply.checkpoint
