@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from services.config import Config
+from services.sft_config import SftLaunch, SftSection
 from trainer import config as trainer
 from trainer.kl_config import KL_ESTIMATORS
 
@@ -28,6 +29,13 @@ tells every mistake with its line, and `offbeat train RECIPE --print-config` pri
 The start model and the temperature are said once: `model` (or `tiny`) stands for `rollout.model` and `trainer.model`,
 `rollout.sampling.temperature` for `trainer.algorithm.temperature`, and `rollout.sampling.max_tokens` for
 `trainer.algorithm.overlong.limit`.
+"""
+SUPERVISED = """
+# Supervised training
+
+The recipe of `offbeat sft` has `model` or `tiny`, `run` (`name` and `folder`), `data` and `trainer` as above, without
+`trainer.algorithm` and `trainer.critic`, and these two sections. `sft.num_steps` stands for
+`trainer.optimizer.total_steps` where a schedule needs it.
 """
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 NAMES = {"string": "text", "number": "number", "integer": "integer", "boolean": "true or false", "null": "null"}
@@ -60,6 +68,10 @@ def configuration() -> Iterator[str]:
     schema = Config.model_json_schema()
     yield INTRO
     yield from section("", schema, schema["$defs"])
+    yield SUPERVISED
+    for key, own in (("sft", SftSection), ("launch", SftLaunch)):
+        inner = own.model_json_schema()
+        yield from section(key, inner, inner.get("$defs", {}))
 
 
 def section(path: str, schema: Schema, definitions: dict[str, Schema]) -> Iterator[str]:

@@ -22,6 +22,17 @@ class PromptEncoder:
         ids = self._tokenizer(text, add_special_tokens=not messages, return_attention_mask=False)["input_ids"]
         return np.asarray(ids, dtype=np.int32)
 
+    def response(self, text: str) -> npt.NDArray[np.int32]:
+        """Token ids of a response as rollouts make it, the end token behind it, int32 [n].
+
+        ValueError where the tokenizer has no end token.
+        """
+        end = self._tokenizer.eos_token_id
+        if end is None:
+            raise ValueError("the tokenizer has no end token (eos_token): a response could not end")
+        ids = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        return np.asarray([*ids, end], dtype=np.int32)
+
     def _render(self, messages: Sequence[tuple[str, str]]) -> str:
         chat = [{"role": role, "content": content} for role, content in messages]
         return str(self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))

@@ -76,9 +76,31 @@ def train(
 
 
 @app.command(context_settings=OVERRIDES)
+def sft(
+    recipe: Annotated[str, typer.Argument(help="a recipe of deploy/recipes or a YAML file, with a section sft")],
+    overrides: Overrides = None,
+    print_config: Annotated[bool, typer.Option("--print-config", help="print the resolved config and stop")] = False,
+    check: Annotated[bool, typer.Option("--check", help="check the config and stop")] = False,
+    fresh: Annotated[bool, typer.Option(help="delete an earlier run of this name first")] = False,
+) -> None:
+    """Supervised training on prompts and responses, with the trainer's core: a start for reinforcement learning."""
+    config = load(recipe, overrides, supervised=True)
+    if print_config:
+        import yaml
+
+        typer.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), nl=False)
+    elif check:
+        typer.echo(f"{recipe}: fine")
+    else:
+        from services.sft import run_sft
+
+        leave(run_sft(config, fresh=fresh))
+
+
+@app.command(context_settings=OVERRIDES)
 def check(recipe: str, overrides: Overrides = None) -> None:
     """Check a recipe: keys, types, arithmetic, files."""
-    load(recipe, overrides)
+    load(recipe, overrides, supervised=None)
     typer.echo(f"{recipe}: fine")
 
 
@@ -206,13 +228,16 @@ def gsm8k(
     leave(convert_gsm8k(source, out))
 
 
-def load(recipe: str, overrides: list[str] | None):  # type: ignore[no-untyped-def]
-    """The checked config; all mistakes are printed at once, exit code 2."""
+def load(recipe: str, overrides: list[str] | None, *, supervised: bool | None = False):  # type: ignore[no-untyped-def]
+    """The checked config; all mistakes are printed at once, exit code 2. supervised: of offbeat sft; None: as it is."""
     from services.compose import load_config
     from services.errors import ConfigError
+    from services.sft_compose import is_supervised, load_sft_config
 
     try:
-        return load_config(recipe, overrides or [])
+        if supervised is None:
+            supervised = is_supervised(recipe)
+        return (load_sft_config if supervised else load_config)(recipe, overrides or [])
     except ConfigError as error:
         for problem in error.problems:
             typer.echo(problem, err=True)

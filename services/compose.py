@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from services.config import Config
 from services.errors import ConfigError
+from services.pointers import follow_pointers
 from trainer.config import CHECKED
 
 RECIPES = Path(__file__).resolve().parent.parent / "deploy" / "recipes"
@@ -28,7 +29,12 @@ KEY = re.compile(r"\b[a-z_]+(\.[a-z0-9_]+)+\b")
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe (a name in deploy/recipes or a path), apply `a.b=c` overrides; ConfigError tells every mistake."""
     values, places = read_yaml(find_recipe(recipe))
+    if "sft" in values:
+        raise ConfigError(
+            [f"{place_of(('sft',), places)}: sft: supervised training is started by offbeat sft {recipe}"]
+        )
     problems = [problem for override in overrides if (problem := apply_override(values, override, places))]
+    problems += [f"{place_of(key, places)}: {'.'.join(key)}: {text}" for key, text in follow_pointers(values)]
     share_model(values)
     try:
         config = Config.model_validate(values)
@@ -162,19 +168,19 @@ def dig(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def explain(error: ValidationError, places: Places) -> list[str]:
+def explain(error: ValidationError, places: Places, root: type[BaseModel] = Config) -> list[str]:
     """One line for each mistake: place: key: what, and what was meant."""
-    return [line for detail in error.errors() for line in mistakes(dict(detail), places)]
+    return [line for detail in error.errors() for line in mistakes(dict(detail), places, root)]
 
 
-def mistakes(detail: dict[str, Any], places: Places) -> list[str]:
+def mistakes(detail: dict[str, Any], places: Places, root: type[BaseModel] = Config) -> list[str]:
     path = tuple(str(part) for part in detail["loc"] if part != "[key]")
     message = str(detail["msg"]).removeprefix("Value error, ")
     if not path:  # rooms that do not fit together: each text names the keys that it is about
         return [f"{place_of(key_in(text), places)}: {text}" for text in message.split("; ")]
     where, key = place_of(path, places), ".".join(path)
     if detail["type"] == "extra_forbidden":
-        nearest = difflib.get_close_matches(path[-1], valid_keys(path[:-1]), n=1, cutoff=0.4)
+        nearest = difflib.get_close_matches(path[-1], valid_keys(path[:-1], root), n=1, cutoff=0.4)
         hint = f"; did you mean {'.'.join((*path[:-1], nearest[0]))}?" if nearest else ""
         return [f"{where}: {key}: unknown key{hint}"]
     if detail["type"] == "missing":
@@ -197,9 +203,9 @@ def place_of(path: tuple[str, ...], places: Places) -> str:
     return places[path]
 
 
-def valid_keys(path: tuple[str, ...]) -> list[str]:
+def valid_keys(path: tuple[str, ...], root: type[BaseModel]) -> list[str]:
     """The keys of the section at `path`."""
-    model: Any = Config
+    model: Any = root
     for name in path:
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
             return []

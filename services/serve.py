@@ -15,6 +15,7 @@ from services.actor import Actor, Bind, run_process, run_until_signalled
 from services.compose import load_config
 from services.config import Config
 from services.errors import Broken, ConfigError, OffbeatError, PeerError, Replaced, RunStopped
+from services.launch_config import Section
 from services.telemetry import set_up_logging
 
 ROLES = ("conductor", "rollout", "reward", "reference", "trainer")
@@ -116,7 +117,7 @@ async def live(
     await run_until_signalled(actor)
 
 
-def save_config(config: Config, folder: Path) -> None:
+def save_config(config: Section, folder: Path) -> None:
     """The resolved config, in the run folder; whole or not at all, for a restarted conductor reads it."""
     folder.mkdir(parents=True, exist_ok=True)
     scratch = folder / "config.yaml.tmp"

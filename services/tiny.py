@@ -9,6 +9,7 @@ from pathlib import Path
 from rollout.datasets.config import DataConfig
 from services.config import Config
 from services.model_config import TinyConfig
+from services.sft_config import SftConfig
 
 WARM_START_ROWS = 4096
 
@@ -23,7 +24,7 @@ def make_models(config: Config) -> int:
     return 0
 
 
-def make_model(tiny: TinyConfig, folder: Path, config: Config) -> None:
+def make_model(tiny: TinyConfig, folder: Path, config: Config | SftConfig) -> None:
     """Write a model and, where asked, warm-start it on the run's own training prompts."""
     from trainer.shapes import make_shape
     from trainer.tiny import SHAPES as SMALL

@@ -77,22 +77,12 @@ class TrainerWork:
 
     def _make_learner(self) -> None:
         from trainer.critic import load_critic
-        from trainer.lora import attach_adapter
-        from trainer.model import bound_memory, load_model, pick_device, prepare_process
-        from trainer.parallel.start import own_device, seat, start
+        from trainer.loading import load_trained
         from trainer.step import Learner
 
-        config, place = self.config.trainer, seat()
-        device = own_device(config, place)
-        prepare_process(threads=config.threads, seed=config.seed)
-        bound_memory(device, fraction=config.memory_fraction)
-        ranks = start(place, config, device=pick_device(device), store=self.orders.group_store())
-        model = load_model(
-            config.model, dtype=config.dtype, attn_implementation=config.attn_implementation, device=device
-        )
-        if config.lora is not None:
-            attach_adapter(model, config.lora, base_model=config.model)
-        self.learner = Learner(model, config, ranks, critic=load_critic(config, device=device))
+        config = self.config.trainer
+        model, ranks, device = load_trained(config, store=self.orders.group_store())
+        self.learner = Learner(model, config, ranks, critic=load_critic(config, device=str(device)))
 
     def _make_outgoing(self) -> None:
         import torch

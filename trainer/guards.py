@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainer.guards_config import THRESHOLDS, GuardsConfig
 from trainer.metrics import StepMetrics
+from trainer.parallel import Ranks
 
 NAMED = 16
 """Samples that a sentence names; the step's report has all."""
@@ -106,6 +108,15 @@ class Guards:
 
     def _keys(self, rows_B: Tensor) -> tuple[str, ...]:
         return tuple(self._samples[row] for row in rows_B.tolist())
+
+
+def suspects(parts: Sequence[tuple[Tensor, Tensor]], *, size: int, ranks: Ranks) -> Tensor:
+    """Rows of micro-batches whose own loss is not finite, on any rank. parts: rows and loss of this rank's own."""
+    bad_B = torch.zeros(size)
+    for rows_B, loss in parts:
+        bad_B[rows_B] += float(not loss.isfinite())
+    ranks.sum_([bad_B])
+    return bad_B.nonzero().flatten()
 
 
 def named(skip: Skip) -> str:

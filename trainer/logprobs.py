@@ -18,6 +18,8 @@ class TokenScores(NamedTuple):
     entropy_N: Tensor | None
     square_sums_N: Tensor | None
     """Sum of the squared probabilities of all tokens that could have stood there; never has a gradient."""
+    best_N: Tensor | None = None
+    """Whether no other token is more likely, bool; on request only, see `are_best`."""
 
 
 def score_tokens(
@@ -55,6 +57,16 @@ def score_logits(
     """The same of logits that stand already: they are kept, and get a gradient, in their own dtype."""
     scoring = Scoring(temperature, max_logits_mib, entropy, square_sums, compiled)
     return TokenScores(*LogitScores.apply(logits_NV, targets_N, scoring))  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def are_best(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, max_logits_mib: int = 256) -> Tensor:
+    """Whether greedy decoding would take each target, bool [N]; in blocks of tokens as `score_tokens` goes."""
+    dtype = _matmul_dtype(weight_VD)
+    hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
+    rows = Scoring(1.0, max_logits_mib, "none", False, False).block(len(weight_VD), dtype)
+    found = [(part_ND @ weight_VD.t()).argmax(-1) for part_ND in torch.split(hidden_ND, rows)]
+    return torch.cat(found) == targets_N
 
 
 def _matmul_dtype(weight_VD: Tensor) -> torch.dtype:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from trainer.attention import sequence_arguments
 from trainer.fused_logprobs import EntropyMode
-from trainer.logprobs import TokenScores, score_logits, score_tokens
+from trainer.logprobs import TokenScores, are_best, score_logits, score_tokens
 from trainer.packing import PackedTokens
 
 
@@ -33,17 +33,21 @@ class Policy(nn.Module):
         self._attention: str = cast(PreTrainedModel, model).config._attn_implementation
         self._is_split = _is_split(model)
 
-    def forward(self, tokens: PackedTokens, *, entropy: EntropyMode = "none", square_sums: bool = False) -> TokenScores:
+    def forward(
+        self, tokens: PackedTokens, *, entropy: EntropyMode = "none", square_sums: bool = False, best: bool = False
+    ) -> TokenScores:
         """Logprob of `targets_N` at `positions_N`, i.e. given the tokens of the sample up to and with them."""
         if not self._is_split:
             logits_NV = self.model(**self._arguments(tokens)).logits[0].index_select(0, tokens.positions_N)
-            return score_logits(
+            scores = score_logits(
                 logits_NV, tokens.targets_N, temperature=self._temperature, entropy=entropy, square_sums=square_sums
             )
+            return scores._replace(best_N=logits_NV.argmax(-1) == tokens.targets_N) if best else scores
         hidden_TD = cast(nn.Module, self.model.model)(**self._arguments(tokens)).last_hidden_state[0]
-        return score_tokens(
-            hidden_TD.index_select(0, tokens.positions_N),
-            cast(nn.Linear, self.model.lm_head).weight,
+        hidden_ND, weight_VD = hidden_TD.index_select(0, tokens.positions_N), cast(nn.Linear, self.model.lm_head).weight
+        scores = score_tokens(
+            hidden_ND,
+            weight_VD,
             tokens.targets_N,
             temperature=self._temperature,
             max_logits_mib=self._max_logits_mib,
@@ -51,6 +55,10 @@ class Policy(nn.Module):
             square_sums=square_sums,
             compiled=self._compiled,
         )
+        if not best:
+            return scores
+        found_N = are_best(hidden_ND, weight_VD, tokens.targets_N, max_logits_mib=self._max_logits_mib)
+        return scores._replace(best_N=found_N)
 
     def _arguments(self, tokens: PackedTokens) -> dict[str, Any]:
         """What keeps one sample from the next: positions for mask-building attention, lengths for packed attention."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, TrainerConfig
 from trainer.corrections import effective_sample_share
-from trainer.guards import Guards
+from trainer.guards import Guards, suspects
 from trainer.losses import Denominators, LossInputs, LossOptions, learns_without_advantage, loss_of
 from trainer.losses.objective import objective
 from trainer.metrics import StepMetrics, Tally, absolute_differences
@@ -90,15 +90,8 @@ class Updates:
         if taken:
             self._guards.taken()
         else:
-            self._guards.skipped(loss=float(total), grad_norm=norm, rows_B=rows_B, suspects_B=self._not_finite(parts))
-
-    def _not_finite(self, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Rows of micro-batches whose own loss is not finite, on any rank."""
-        bad_B = torch.zeros(self._batch.size)
-        for rows_B, loss in parts:
-            bad_B[rows_B] += float(not loss.isfinite())
-        self._scorer.ranks.sum_([bad_B])
-        return bad_B.nonzero().flatten()
+            suspects_B = suspects(parts, size=self._batch.size, ranks=self._scorer.ranks)
+            self._guards.skipped(loss=float(total), grad_norm=norm, rows_B=rows_B, suspects_B=suspects_B)
 
     def _backward(self, micro: MicroBatch, denominators: Denominators, *, first_pass: bool) -> Tensor:
         scores = self._scorer.policy(micro.tokens, entropy="gradient" if self._algorithm.entropy_coef else "detached")

@@ -8,18 +8,24 @@ from rollout.datasets.files import check_share, file_rows
 from rollout.datasets.gsm8k import gsm8k_rows
 from rollout.datasets.random import random_rows
 from rollout.datasets.row import LoadReport, PromptRow, Reject
+from rollout.datasets.supervised import supervised_rows, with_responses
 
 __all__ = ["DataConfig", "LoadReport", "PromptRow", "Reject", "check_share", "load_rows"]
 
 
-def load_rows(source: DataConfig) -> LoadReport:
-    """The prompts of a source with the rows that were refused.
+def load_rows(source: DataConfig, *, responses: bool = False) -> LoadReport:
+    """The prompts of a source with the rows that were refused; with `responses` every row has one.
 
     Raises ValueError when a file is missing, too many rows are refused (`max_reject_share`) or none is left.
     """
-    report = _load(source)
+    report = _load_supervised(source) if responses else _load(source)
     check_share(report, source.max_reject_share)
     return replace(report, rows=report.rows[: source.limit])
+
+
+def _load_supervised(source: DataConfig) -> LoadReport:
+    report = supervised_rows(source) if source.type == "file" else _load(source)
+    return with_responses(report, path=source.paths[0] if source.paths else source.type)
 
 
 def _load(source: DataConfig) -> LoadReport:

@@ -33,7 +33,13 @@ def arithmetic_rows(
     problems = (_problem(index, digits=digits, operators=operators) for index in _indices(space, seed=seed))
     chosen = ((text, answer) for text, answer in problems if is_held_out(text) == (split == "test"))
     rows = tuple(
-        PromptRow(prompt_id=f"arithmetic/{split}/{text}", text=text, ground_truth=answer, data_source=DATA_SOURCE)
+        PromptRow(
+            prompt_id=f"arithmetic/{split}/{text}",
+            text=text,
+            ground_truth=answer,
+            data_source=DATA_SOURCE,
+            response=answer,
+        )
         for text, answer in itertools.islice(chosen, size)
     )
     if size is not None and len(rows) < size:

@@ -34,6 +34,11 @@ class DataConfig(BaseModel):
     """random: shortest of those lengths, in tokens."""
     response_max: int = Field(default=512, ge=1)
     """random: longest of those lengths, in tokens."""
+    prompt_key: str = Field(default="prompt", min_length=1)
+    """file, offbeat sft: field with the prompt, text or messages; a.b is the field b inside a."""
+    response_key: str | None = Field(default=None, min_length=1)
+    """file, offbeat sft: field with the response to learn; null: response or chosen, or the last message of the prompt
+    where that is the assistant's."""
     seed: int = 0
     """Seed of what is made and of the shuffle."""
     limit: int | None = Field(default=None, ge=1)

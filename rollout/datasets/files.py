@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rollout.datasets.layouts import RowError, row_of
 from rollout.datasets.row import LoadReport, PromptRow, Reject
@@ -13,7 +13,15 @@ JSONL_SUFFIXES = (".jsonl", ".ndjson")
 SHOWN_REJECTS = 5
 
 
-def file_rows(paths: Sequence[str | Path], *, allowed_control_characters: str = "\n") -> LoadReport:
+class ReadRecord(Protocol):
+    """One record -> one checked row, or RowError."""
+
+    def __call__(self, record: Record, *, prompt_id: str, data_source: str, allowed: str) -> PromptRow: ...
+
+
+def file_rows(
+    paths: Sequence[str | Path], *, allowed_control_characters: str = "\n", read: ReadRecord = row_of
+) -> LoadReport:
     """All rows of the files in order; a prompt_id is "<file name without suffix>/<line or row, from 1>".
 
     A row without data_source gets the file's name for one. A bad row is a Reject, never an error; a file that is
@@ -27,7 +35,7 @@ def file_rows(paths: Sequence[str | Path], *, allowed_control_characters: str = 
                 if isinstance(record, RowError):
                     raise record
                 prompt_id = f"{name}/{line}"
-                rows.append(row_of(record, prompt_id=prompt_id, data_source=name, allowed=allowed_control_characters))
+                rows.append(read(record, prompt_id=prompt_id, data_source=name, allowed=allowed_control_characters))
             except RowError as reason:
                 rejects.append(Reject(path=str(path), line=line, reason=str(reason)))
     return LoadReport(rows=tuple(rows), rejects=tuple(rejects))

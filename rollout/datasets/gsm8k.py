@@ -63,7 +63,7 @@ def gsm8k_rows(folder: Path | str, *, split: Split = "train", allowed_control_ch
         except RowError as reason:
             rejects.append(Reject(path=str(base / f"{split}.jsonl"), line=line, reason=str(reason)))
         else:
-            rows.append(row)
+            rows.append(_with_response(row))
     return LoadReport(rows=tuple(rows), rejects=tuple(rejects))
 
 
@@ -87,7 +87,12 @@ def verl_record(line: Mapping[str, Any], *, split: Split, index: int) -> dict[st
 
 
 def _with_index(row: PromptRow, split: Split) -> PromptRow:
-    return replace(row, prompt_id=f"gsm8k/{split}/{row.extra.get('index', row.prompt_id)}")
+    return replace(_with_response(row), prompt_id=f"gsm8k/{split}/{row.extra.get('index', row.prompt_id)}")
+
+
+def _with_response(row: PromptRow) -> PromptRow:
+    """The whole answer, reasoning and all, as GSM8K has it."""
+    return replace(row, response=row.extra.get("answer"))
 
 
 def _read(path: Path, split: Split) -> tuple[list[tuple[int, dict[str, Any]]], list[Reject]]:

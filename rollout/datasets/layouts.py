@@ -29,7 +29,7 @@ def row_of(record: Mapping[str, Any], *, prompt_id: str, data_source: str, allow
 
     Raises RowError with the reason: a missing or empty field, a wrong type, a control character.
     """
-    text, messages = _prompt(record, allowed=allowed)
+    text, messages = checked_prompt(record, allowed=allowed)
     _check_reward(record)
     source = record.get("data_source")
     return PromptRow(
@@ -37,18 +37,19 @@ def row_of(record: Mapping[str, Any], *, prompt_id: str, data_source: str, allow
         text=text,
         messages=messages,
         ground_truth=_ground_truth(record, allowed=allowed),
-        data_source=data_source if source is None else _text(source, what="data_source", allowed=""),
+        data_source=data_source if source is None else checked_text(source, what="data_source", allowed=""),
         extra=_extra(record),
     )
 
 
-def _prompt(record: Mapping[str, Any], *, allowed: str) -> tuple[str | None, tuple[Message, ...] | None]:
+def checked_prompt(record: Mapping[str, Any], *, allowed: str) -> tuple[str | None, tuple[Message, ...] | None]:
+    """Text or messages of `prompt`; RowError."""
     prompt = record.get("prompt")
     if prompt is None:
         hint = "; a raw GSM8K file is read with type gsm8k" if "question" in record else ""
         raise RowError(f"no prompt (fields: {', '.join(map(str, record)) or 'none'}{hint})")
     if isinstance(prompt, str):
-        return _text(prompt, what="prompt", allowed=allowed), None
+        return checked_text(prompt, what="prompt", allowed=allowed), None
     if not isinstance(prompt, list):
         raise RowError(f"wrong type: prompt is {_kind(prompt)}, not text or a list of messages")
     if not prompt:
@@ -59,7 +60,7 @@ def _prompt(record: Mapping[str, Any], *, allowed: str) -> tuple[str | None, tup
 def _message(message: object, *, allowed: str) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RowError(f"wrong type: a message of the prompt is {_kind(message)}, not an object with role and content")
-    return message["role"], _text(message.get("content"), what="prompt", allowed=allowed)
+    return message["role"], checked_text(message.get("content"), what="prompt", allowed=allowed)
 
 
 def _ground_truth(record: Mapping[str, Any], *, allowed: str) -> str:
@@ -75,7 +76,7 @@ def _ground_truth(record: Mapping[str, Any], *, allowed: str) -> str:
 def _truth_text(value: object, *, what: str, allowed: str) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    return _text(value, what=what, allowed=allowed)
+    return checked_text(value, what=what, allowed=allowed)
 
 
 def _check_reward(record: Mapping[str, Any]) -> None:
@@ -93,7 +94,8 @@ def _check_reward(record: Mapping[str, Any]) -> None:
         raise RowError(f"reward is {reward}, not a finite number")
 
 
-def _text(value: object, *, what: str, allowed: str) -> str:
+def checked_text(value: object, *, what: str, allowed: str) -> str:
+    """Text that is not empty, without control characters other than `allowed`; RowError."""
     if not isinstance(value, str):
         raise RowError(f"wrong type: {what} is {_kind(value)}, not text")
     if not value.strip():

@@ -23,6 +23,8 @@ class PromptRow:
     messages: tuple[Message, ...] | None = None
     ground_truth: str
     data_source: str
+    response: str | None = None
+    """What supervised training teaches to answer; sources that have none, and runs that need none, leave it out."""
     extra: Mapping[str, str] = field(default_factory=lambda: NO_EXTRA)
 
     def __post_init__(self) -> None:

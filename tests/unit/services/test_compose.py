@@ -10,6 +10,7 @@ import yaml
 from services.compose import RECIPES, load_config, load_json, override_section
 from services.config import Config
 from services.errors import ConfigError
+from services.sft_compose import is_supervised, load_sft_config
 from trainer.config import ADVANTAGE_ESTIMATORS
 
 RECIPE = """\
@@ -337,7 +338,7 @@ def test_a_file_that_is_not_text_is_told(tmp_path: Path) -> None:
 def test_every_recipe_of_the_house_is_fine_but_for_its_files() -> None:
     for path in sorted(RECIPES.glob("*.yaml")):
         try:
-            load_config(path.stem)
+            (load_sft_config if is_supervised(path.stem) else load_config)(path.stem)
         except ConfigError as error:
             assert all("no such file" in problem or "no model folder" in problem for problem in error.problems), path
 
