@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from services.export import export_model
 from tests.e2e.conftest import StartRun
 from tests.e2e.kit import Run, assert_effectively_once, make_run
+from tests.e2e.test_metric_names import documented
 
 STEPS = 3
 WITH_CRITIC = (
@@ -40,6 +41,13 @@ def test_the_first_step_is_that_of_a_critic_that_expects_nothing(undisturbed: Ru
     assert (first["updates"], first["updates_left_out"]) == (0, 1)
     assert [(row["updates"], row["skipped"]) for row in (second, third)] == [(1, 0), (1, 0)]
     assert second["value_mean"] != 0 and third["value_loss"] > 0
+
+
+def test_what_a_step_tells_of_its_critic_is_on_the_page(undisturbed: Run) -> None:
+    page = documented()
+    told = {name for row in undisturbed.rows("metrics") for name in row}
+    assert {*FIGURES, "explained_variance", "value_clip_fraction", "critic_lr", "critic_skipped"} - told == set()
+    assert [name for name in told if not any(pattern.fullmatch(name) for pattern in page)] == []
 
 
 def test_the_critic_lies_in_the_checkpoint_and_not_in_an_export(undisturbed: Run, tmp_path: Path) -> None:
