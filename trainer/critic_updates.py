@@ -22,7 +22,7 @@ from trainer.metrics import StepMetrics, Tally
 from trainer.offload import Offload
 from trainer.optimizer import build_optimizer, learning_rate, update
 from trainer.packing import MicroBatch
-from trainer.parallel.sharding import shard
+from trainer.parallel.sharding import reshard, shard
 from trainer.preparation import Prepared
 from trainer.scoring import Scorer, cut, put
 
@@ -57,6 +57,7 @@ class Critic:
         values_BR = torch.zeros_like(batch.mask_BR)
         for micro in self._scorer.micro_batches(batch, torch.arange(batch.size)):
             put(values_BR, micro, self.model(micro.tokens))
+        reshard(self.model)
         self._scorer.ranks.sum_([values_BR])
         return values_BR
 

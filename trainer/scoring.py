@@ -8,6 +8,7 @@ from torch import Tensor
 from trainer.batch import Batch
 from trainer.packing import MicroBatch, micro_batch, pack
 from trainer.parallel import Ranks
+from trainer.parallel.sharding import reshard
 from trainer.policy import Policy
 
 
@@ -39,6 +40,7 @@ class Scorer:
             put(logprobs_BR, micro, found.logprobs_N)
             if found.square_sums_N is not None:
                 put(squares_BR, micro, found.square_sums_N)
+        reshard(self.policy)
         self.ranks.sum_([logprobs_BR, squares_BR] if square_sums else [logprobs_BR])
         return logprobs_BR, squares_BR
 

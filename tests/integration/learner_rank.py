@@ -13,18 +13,19 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trainer.batch import Trajectory
-from trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from trainer.config import AlgorithmConfig, TrainerConfig
 from trainer.critic import ValueModel
 from trainer.critic_config import CriticConfig
 from trainer.model import pick_device
 from trainer.parallel.start import own_device, seat, start
 from trainer.parallel_config import ParallelConfig
 from trainer.step import Learner
+from trainer.update_config import OptimizerConfig
 
 VOCABULARY = 17
 
 
-def trajectories(seed: int, *, samples: int) -> list[Trajectory]:
+def trajectories(seed: int, *, samples: int, reward: float | None = None) -> list[Trajectory]:
     draw = np.random.default_rng(seed)
     lengths = draw.integers(1, 9, samples)
     return [
@@ -35,7 +36,7 @@ def trajectories(seed: int, *, samples: int) -> list[Trajectory]:
             response_ids=draw.integers(0, VOCABULARY, length).astype(np.int32),
             behaviour_logprobs=-3.5 * draw.random(length).astype(np.float32),
             loss_mask=(draw.random(length) < 0.8).astype(np.uint8),
-            reward=float(draw.random()),
+            reward=float(draw.random()) if reward is None else reward,
             reference_logprobs=-3.5 * draw.random(length).astype(np.float32),
             spans=((0, int(length)),),
             stop_reason="stop",
@@ -76,11 +77,7 @@ def main() -> None:
         offload=spec.get("offload", "none"),
         algorithm=AlgorithmConfig(
             adv_estimator="grpo" if critic is None else "gae",
-            minibatches=2,
-            kl_use="loss",
-            kl_coef=0.1,
-            entropy_coef=0.01,
-            skip_zero_advantage=True,
+            **{"minibatches": 2, "kl_use": "loss", "kl_coef": 0.1, "entropy_coef": 0.01, **spec.get("algorithm", {})},
         ),
         critic=critic,
         optimizer=OptimizerConfig(lr=3e-4),
@@ -90,8 +87,8 @@ def main() -> None:
     value_model = None if critic is None else ValueModel(make_model().to(device), critic, seed=0)
     learner = Learner(model.to(device), config, ranks, critic=value_model)
     told = [
-        learner.train(trajectories(step, samples=samples), step=step, policy_version=step)
-        for step, samples in enumerate((16, 15, 2, 6))
+        learner.train(trajectories(step, samples=samples, reward=reward), step=step, policy_version=step)
+        for step, (samples, reward) in enumerate(zip((16, 15, 2, 6), spec.get("rewards", [None] * 4), strict=True))
     ]
     whole = {
         name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu().clone()

@@ -20,7 +20,8 @@ def run_ranks(folder: Path, size: int, **spec: Any) -> Told:
     folder.mkdir(parents=True)
     command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     command += [str(RANK_CODE), json.dumps({"folder": str(folder), **spec})]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RANK_CODE.parents[2])}
+    paths = [str(RANK_CODE.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "metrics.json").read_text()), load_file(folder / "weights.safetensors")
@@ -34,6 +35,23 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Told:
 @pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 1), (4, 2), (2, 0)])
 def test_several_ranks_train_as_one_does(tmp_path: Path, alone: Told, size: int, replicas: int) -> None:
     compare(run_ranks(tmp_path / "many", size, parallel={"replicas": replicas}), alone)
+
+
+def test_a_step_without_a_gradient_moves_shards_as_it_moves_whole_weights(tmp_path: Path) -> None:
+    """All rewards are equal: samples are scored, none has a gradient, and what AdamW still remembers moves the rest."""
+    spec = {
+        "algorithm": {
+            "loss": "vanilla",
+            "correction": {"weights": "token"},
+            "kl_use": "none",
+            "kl_coef": 0,
+            "entropy_coef": 0,
+        },
+        "rewards": [None, None, 1.0, None],
+    }
+    one, two = (run_ranks(tmp_path / str(size), size, **spec) for size in (1, 2))
+    assert two[0][2]["samples_computed"] == 0
+    compare(two, one)
 
 
 def test_two_ranks_train_a_policy_and_its_critic_as_one_does(tmp_path: Path) -> None:

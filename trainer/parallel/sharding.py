@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from trainer.layers import repeated_layers
 from trainer.parallel_config import ParallelConfig
@@ -30,3 +30,10 @@ def shard(policy: nn.Module, mesh: DeviceMesh, config: ParallelConfig, *, offloa
             offload_policy=place,
         )
     fully_shard(policy, mesh=mesh, reshard_after_forward=False, mp_policy=precision, offload_policy=place)
+
+
+def reshard(policy: nn.Module) -> None:
+    """Gives back what a forward without a backward has left gathered: an update would not reach it. No exchange."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
