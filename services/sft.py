@@ -57,10 +57,10 @@ def prepare(config: SftConfig, *, fresh: bool) -> Path:
     from services.tiny import make_model
 
     folder = config.run_folder
+    check_data(config)
     if fresh and folder.exists():
         shutil.rmtree(folder)
     set_up_logging("sft", folder=folder)
-    check_data(config)
     save_config(config, folder)
     if config.tiny is not None and not Path(config.trainer.model).exists():
         make_model(config.tiny, Path(config.trainer.model), config)

@@ -6,7 +6,6 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rollout.datasets import LoadReport, PromptRow, load_rows
 from rollout.datasets.config import DataConfig
@@ -69,19 +68,31 @@ def split_rows(config: SftConfig) -> tuple[Sequence[PromptRow], Sequence[PromptR
     return [row for index, row in enumerate(rows) if index not in taken], held_out if sft.evaluate_every else []
 
 
-def checked_rows(data: DataConfig, key: str) -> Sequence[PromptRow]:
+def check_data(config: SftConfig) -> None:
+    """ConfigError where the data cannot be used, before anything is made."""
+    apart = config.held_out_data()
+    read(config.data, "data")
+    if apart is not None:
+        read(apart, "sft.held_out")
+
+
+def read(data: DataConfig, key: str) -> LoadReport:
     """The rows of a source, each with a response; ConfigError names refused ones by file and line."""
     try:
-        report = load_rows(data, responses=True)
+        return load_rows(data, responses=True)
     except (ValueError, OSError) as error:
         raise ConfigError([f"{key}: {error}"]) from error
+
+
+def checked_rows(data: DataConfig, key: str) -> Sequence[PromptRow]:
+    """The same rows; those few that max_reject_share allows to be refused are told."""
+    report = read(data, key)
     if report.rejects:
         tell_rejects(report, key)
     return report.rows
 
 
 def tell_rejects(report: LoadReport, key: str) -> None:
-    """Those few that max_reject_share allows."""
     shown = "; ".join(map(str, report.rejects[:SHOWN_REJECTS]))
     logger.warning("rows were refused", extra={"facts": {"of": key, "rows": len(report.rejects), "first": shown}})
 
@@ -110,11 +121,3 @@ def example_of(row: PromptRow, encode: PromptEncoder) -> Example:
         prompt_ids=encode(row.text or "", row.messages or ()),
         response_ids=encode.response(row.response),
     )
-
-
-def check_data(config: SftConfig) -> None:
-    """ConfigError where the data cannot be used, before anything is made."""
-    if config.tiny is not None and not Path(config.trainer.model).exists():
-        split_rows(config)
-    else:
-        sft_rows(config)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import get_args_parser, run
 
@@ -20,6 +21,8 @@ def main(ranks: str, *arguments: str) -> int:
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         return code if code > 0 else BROKEN  # a signal
+    except SignalException:
+        return 1  # the ranks were told, and have had their time to leave
     return 0
 
 

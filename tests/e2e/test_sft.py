@@ -1,4 +1,4 @@
-"""Supervised runs, from the command to the last checkpoint: on one rank and two, stopped and resumed, a start for RL."""
+"""Supervised runs, from the command to the last checkpoint: one rank and two, stopped and resumed, a start for RL."""
 
 from __future__ import annotations
 
