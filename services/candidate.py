@@ -9,6 +9,8 @@ from pathlib import Path
 
 from services.compose import load_config, looks_like_path
 from services.config import Config
+from services.errors import ConfigError
+from services.sft_compose import is_supervised
 
 UNBOUND = ("rollout.max_model_len=null", "rollout.threads=null", "rollout.sampling.max_tokens=1024", "tiny=null")
 """Of a data file without a recipe nothing is known: the model's own longest context, all threads, long responses."""
@@ -54,6 +56,10 @@ def compose(
 ) -> Config:
     """The recipe (None: the demo's) with what was said on top, for the model in `folder`. ConfigError, ValueError."""
     said: list[str] = []
+    if recipe is not None and is_supervised(recipe):
+        if data is None:
+            raise ConfigError([f"{recipe}: supervised training has no reward: say --recipe, or --data and --reward"])
+        recipe = None
     if data is not None and recipe is None:
         if reward is None:
             raise ValueError("--data without --reward: say what judges the responses, or a --recipe that does")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from rollout.tokens import PromptEncoder
+from services.candidate import compose
 from services.compose import load_config
 from services.errors import ConfigError
 from services.sft_compose import is_supervised, load_sft_config
@@ -102,6 +104,15 @@ def test_a_recipe_of_one_kind_names_the_command_for_it(tmp_path: Path) -> None:
     assert is_supervised(path) and not is_supervised("demo")
     with pytest.raises(ConfigError, match=f"sft: supervised training is started by offbeat sft {path}"):
         load_config(path)
+
+
+def test_what_a_supervised_run_is_evaluated_on_has_to_be_said(tmp_path: Path, model: Path) -> None:
+    path, rows = recipe_file(tmp_path), tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    asked = partial(compose, str(model), recipe=path, engine=None, overrides=())
+    with pytest.raises(ConfigError, match="supervised training has no reward: say --recipe, or --data and --reward"):
+        asked(data=None, reward=None)
+    assert asked(data=rows, reward="arithmetic").data.paths == (str(rows),)
 
 
 def test_a_pointer_stands_for_its_checkpoint_where_that_is_a_model(tmp_path: Path) -> None:
