@@ -3,6 +3,8 @@
 An order waits in a store, so that the others may wait for it however long; what is large travels by broadcast.
 """
 
+import atexit
+import logging
 from datetime import timedelta
 
 import torch
@@ -13,6 +15,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from trainer.parallel.start import Seat
 
+logger = logging.getLogger(__name__)
+LEAVE = "leave"
+"""The last order."""
 INLINE_BYTES = 2**16
 LOOK = timedelta(seconds=5)
 """A wait for the next order is broken off and begun anew this often: a store that is gone is noticed then."""
@@ -33,6 +38,17 @@ class Orders:
         if place.size > 1:
             self._store, _, _ = next(iter(rendezvous("env://", place.rank, place.size)))
         self._given = 0
+        self._over = False
+        if self.leads and self._store is not None:
+            atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        """Rank 0 ends, in the middle of a drain, say: whoever waits for an order from it would wait for ever."""
+        try:
+            if not self._over:
+                self.give(LEAVE)
+        except RankLost as error:
+            logger.warning("the other ranks were not told to leave", extra={"facts": {"why": str(error)}})
 
     def group_store(self) -> Store | None:
         """Where the process group meets."""
@@ -45,13 +61,15 @@ class Orders:
         inline = len(payload) <= INLINE_BYTES
         head = f"{name} {len(payload)} ".encode()
         try:
-            self._store.set(f"order/{self._given}", head + (payload if inline else b""))
+            order = head + (payload if inline else b"")
+            self._store.set(f"order/{self._given}", order)  # type: ignore[arg-type]  # bytes, whatever torch's stub says
             self._store.delete_key(f"order/{self._given - 2}")  # every rank has taken the one after it
             if not inline:
                 dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0)
         except RuntimeError as error:
             raise RankLost(f"the other ranks cannot be told to {name}: {str(error)[:300]}") from error
         self._given += 1
+        self._over = name == LEAVE
 
     def take(self) -> tuple[str, bytes]:
         """The next order, once there is one."""
