@@ -17,6 +17,7 @@ from services.config import Config
 from services.sft_config import SftLaunch, SftSection
 from trainer import config as trainer
 from trainer.kl_config import KL_ESTIMATORS
+from trainer.update_config import AGGREGATIONS
 
 PAGE = Path(__file__).resolve().parent / "configuration.md"
 INTRO = """# Configuration
@@ -43,7 +44,7 @@ NAMES = {"string": "text", "number": "number", "integer": "integer", "boolean": 
 CHOICES = {
     "adv_estimator": trainer.ADVANTAGE_ESTIMATORS,
     "loss": trainer.POLICY_LOSSES,
-    "loss_aggregation": trainer.AGGREGATIONS,
+    "loss_aggregation": AGGREGATIONS,
     "kl_estimator": KL_ESTIMATORS,
     "attn_implementation": trainer.ATTENTION_IMPLEMENTATIONS,
 }

@@ -268,7 +268,7 @@ class CheckpointConfig(Section):
     keep_last: int = Field(default=3, ge=2, description="newest checkpoints that are kept")
     keep_every: int = Field(default=0, ge=0, description="also keep each step divisible by this; 0: none")
     deadline_seconds: float = Field(
-        default=1800.0, gt=0, description="a checkpoint of several ranks, and the last one of a run, has failed after this"
+        default=1800.0, gt=0, description="a checkpoint of several ranks, and the last one of a run, fails after this"
     )
 
 

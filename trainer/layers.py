@@ -22,4 +22,4 @@ def recompute_layers(model: nn.Module, *, share: float) -> None:
 def compile_layers(model: nn.Module) -> None:
     """Each layer's forward runs compiled. Hooks around it, of FSDP2 and of recomputation, stay as they are."""
     for layer in repeated_layers(model):
-        layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+        layer.forward = torch.compile(layer.forward)

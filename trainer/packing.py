@@ -123,7 +123,13 @@ def _company(device: torch.device) -> MicroBatch:
 
 
 def _on(tokens: PackedTokens, device: torch.device) -> PackedTokens:
-    return PackedTokens(*(_to(part, device) if isinstance(part, Tensor) else part for part in tokens))
+    return tokens._replace(
+        input_ids_1T=_to(tokens.input_ids_1T, device),
+        position_ids_1T=_to(tokens.position_ids_1T, device),
+        cu_seqlens=_to(tokens.cu_seqlens, device),
+        positions_N=_to(tokens.positions_N, device),
+        targets_N=_to(tokens.targets_N, device),
+    )
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:

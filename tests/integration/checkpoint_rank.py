@@ -24,7 +24,7 @@ from trainer.checkpoints.restore import restore
 from trainer.checkpoints.snapshot import Snapshot, snapshot
 from trainer.checkpoints.store import CheckpointStore
 from trainer.checkpoints.trained import parts_of
-from trainer.config import AlgorithmConfig, CheckpointConfig, OptimizerConfig, TrainerConfig
+from trainer.config import AlgorithmConfig, CheckpointConfig, TrainerConfig
 from trainer.critic import load_critic
 from trainer.critic_config import CriticConfig, CriticOptimizerConfig
 from trainer.lora import attach_adapter
@@ -34,6 +34,7 @@ from trainer.parallel import Ranks
 from trainer.parallel.start import seat, start
 from trainer.parallel_config import ParallelConfig
 from trainer.step import Learner
+from trainer.update_config import OptimizerConfig
 
 STEP = 2
 

@@ -46,7 +46,7 @@ class Ranks:
         for part in _buckets(gradients):
             flat = torch.cat([gradient.flatten().to(self.reduce_dtype or gradient.dtype) for gradient in part])
             dist.all_reduce(flat)
-            pieces = flat.split([gradient.numel() for gradient in part])
+            pieces = torch.split(flat, [gradient.numel() for gradient in part])
             torch._foreach_copy_(list(part), [piece.view_as(one) for piece, one in zip(pieces, part, strict=True)])
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:

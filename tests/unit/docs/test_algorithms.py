@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from trainer.advantages import AdvantageInputs, AdvantageOptions, estimator_of
-from trainer.config import ADVANTAGE_ESTIMATORS, AGGREGATIONS, ESTIMATOR, POLICY_LOSSES, AlgorithmConfig
+from trainer.config import ADVANTAGE_ESTIMATORS, ESTIMATOR, POLICY_LOSSES, AlgorithmConfig
 from trainer.kl_config import KL_ALIASES, KL_ESTIMATORS
 from trainer.plugins import declares
+from trainer.update_config import AGGREGATIONS
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "algorithms.md").read_text()
 

@@ -103,8 +103,8 @@ class Plain:
     @staticmethod
     def differences(t: Trajectory, old: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         rewards = -KL * (old - torch.from_numpy(t.reference_logprobs)) * mask
-        rewards[-1] += np.float32(t.reward)
-        found, following, carried = torch.zeros_like(values), 0.0, 0.0
+        rewards[-1] += float(np.float32(t.reward))
+        found, following, carried = torch.zeros_like(values), torch.zeros(()), torch.zeros(())
         for at in reversed(range(len(values))):
             if mask[at]:
                 carried = rewards[at] + GAMMA * following - values[at] + GAMMA * LAM * carried

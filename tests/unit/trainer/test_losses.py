@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.config import AGGREGATIONS, POLICY_LOSSES
+from trainer.config import POLICY_LOSSES
 from trainer.corrections import effective_sample_share, truncated_weights
 from trainer.kl_config import KL_ESTIMATORS
 from trainer.losses import LOSSES, Denominators, LossInputs, LossOptions
@@ -17,6 +17,7 @@ from trainer.losses.aggregate import aggregate
 from trainer.losses.kl import kl_penalty
 from trainer.losses.objective import objective
 from trainer.metrics import Tally
+from trainer.update_config import AGGREGATIONS
 
 
 def rows(*values: list[float]) -> Tensor:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trainer.config import AlgorithmConfig, CheckpointConfig, OptimizerConfig, TrainerConfig
+from trainer.config import AlgorithmConfig, CheckpointConfig, TrainerConfig
+from trainer.update_config import OptimizerConfig
 
 
 @pytest.mark.parametrize(
