@@ -108,5 +108,8 @@ class SftConfig(Section):
             yield "tiny.warm_start_steps is a supervised start of its own: leave it out"
         if self.trainer.algorithm != AlgorithmConfig():
             yield "trainer.algorithm is that of reinforcement learning, of which nothing is used here: leave it out"
+        for name in ("kl_above", "entropy_below", "logprob_diff_above"):
+            if getattr(self.trainer.guards, name) is not None:
+                yield f"trainer.guards.{name} looks at a figure that supervised training does not have: leave it out"
         if self.trainer.critic is not None:
             yield "trainer.critic has nothing to judge in supervised training: leave it out"

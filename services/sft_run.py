@@ -26,6 +26,7 @@ from trainer.checkpoints.failure import CheckpointFailed
 from trainer.checkpoints.restore import restore
 from trainer.checkpoints.snapshot import snapshot
 from trainer.checkpoints.store import CheckpointStore
+from trainer.guards import named
 from trainer.metrics import StepMetrics
 from trainer.supervised import SupervisedLearner
 
@@ -85,8 +86,9 @@ class SftRun:
             if reason:
                 raise RunStopped(reason)
             save, stop = self._agreed(self._due.after(self.step), stopping())
-            if save or stop or self.step == self.num_steps:
-                self._save()
+            last = stop or self.step == self.num_steps
+            if save or last:
+                self._save(last=last)
             if stop and self.step < self.num_steps:
                 self._wait_for_checkpoint()
                 raise OffbeatError(f"stopped after step {self.step}; the same command goes on in {self.folder}")
@@ -104,11 +106,17 @@ class SftRun:
         if self.rows.held_out and (self.step % sft.evaluate_every == 0 or self.step == self.num_steps):
             found |= self.learner.judge(self.rows.held_out)
         self.last = {"step": float(self.step)} | found
-        for skip in self.learner.guards.skips:
-            logger.warning("an update was left out", extra={"facts": {"reason": skip.reason, "rows": skip.suspects}})
+        self._warn()
         if metrics is not None:
             metrics.write({key: value if math.isfinite(value) else None for key, value in self.last.items()})
             self._tell()
+
+    def _warn(self) -> None:
+        for skip in self.learner.guards.skips:
+            logger.warning("an update was left out", extra={"facts": {"reason": skip.reason, "rows": named(skip)}})
+        for alarm in self.learner.guards.alarms:
+            facts = {"alarm": alarm.name, "value": f"{alarm.value:.4g}", "threshold": alarm.threshold}
+            logger.warning("a figure is out of bounds", extra={"facts": facts})
 
     def _tell(self) -> None:
         if self.step % self.config.sft.log_every and self.step != self.num_steps and "held_out_loss" not in self.last:
@@ -124,9 +132,14 @@ class SftRun:
         ranks.max_(asked)
         return bool(asked[0]), bool(asked[1])
 
-    def _save(self) -> None:
-        """A thread of its own writes it; a failed one is told, and tried again when the next is due."""
+    def _save(self, *, last: bool) -> None:
+        """A thread of its own writes it; a failed one is told, and tried again when the next is due.
+
+        One that is due while the one before is still being written is left out; the last one waits for it.
+        """
         self._due.saved()
+        if last:
+            self._store.finish(self.config.trainer.checkpoint.deadline_seconds)
         try:
             self._store.ready()
         except CheckpointFailed as error:

@@ -91,6 +91,14 @@ def test_other_rows_are_refused_on_the_way(whole: Path, model: Path, capsys: pyt
     assert "its checkpoints are of other rows" in capsys.readouterr().err
 
 
+def test_a_guard_stops_the_run_and_says_why(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    guards = ["trainer.guards.grad_norm_above=1e-9", "trainer.guards.stop_on_alarm=true"]
+    folder = sft(tmp_path, model, *guards, code=1)
+    assert [row["alarms"] for row in rows(folder)] == [1.0]
+    assert "a figure is out of bounds alarm=grad_norm_above" in (folder / "logs" / "sft.log").read_text()
+    assert "trainer.guards.stop_on_alarm is set: grad_norm_above=1e-09" in capsys.readouterr().err
+
+
 def test_two_ranks_make_the_same_steps_as_one_and_one_goes_on_from_their_shards(
     whole: Path, tmp_path: Path, model: Path
 ) -> None:

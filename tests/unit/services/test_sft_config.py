@@ -69,6 +69,10 @@ def test_mistakes_are_told_with_their_lines_and_the_nearest_key(tmp_path: Path) 
         ("data.type=random", "supervised training needs responses"),
         ("tiny.warm_start_steps=9", "tiny.warm_start_steps is a supervised start of its own"),
         ("trainer.algorithm.loss=gspo", "trainer.algorithm is that of reinforcement learning"),
+        (
+            "trainer.guards.kl_above=1",
+            "trainer.guards.kl_above looks at a figure that supervised training does not have",
+        ),
         ("sft.held_out_share=1", "sft.held_out_share: Input should be less than 1"),
     ],
 )

@@ -16,7 +16,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.fused_logprobs import EntropyMode
-from trainer.logprobs import TokenScores, score_logits, score_tokens
+from trainer.logprobs import TokenScores, are_best, score_logits, score_tokens
 
 torch.set_num_threads(1)
 
@@ -45,6 +45,17 @@ def gradients(scores: TokenScores, *inputs: Tensor) -> tuple[Tensor, ...]:
     if scores.entropy_N is not None and scores.entropy_N.requires_grad:
         loss = loss + (scores.entropy_N * weights_N.flip(0)).sum() / 3
     return torch.autograd.grad(loss, inputs)
+
+
+@pytest.mark.parametrize("max_logits_mib", [0, 1, 256])
+@pytest.mark.parametrize("tokens", [0, 200])
+def test_a_token_is_best_where_greedy_decoding_takes_it(max_logits_mib: int, tokens: int) -> None:
+    hidden_ND, weight_VD, targets_N = task(max(tokens, 1), 1500)
+    hidden_ND, targets_N = hidden_ND[:tokens], targets_N[:tokens]
+    expected_N = (hidden_ND @ weight_VD.T).argmax(-1) == targets_N
+    found_N = are_best(hidden_ND, weight_VD, targets_N, max_logits_mib=max_logits_mib)
+    assert torch.equal(found_N, expected_N)
+    assert not tokens or 0 < int(found_N.sum()) < tokens, "both kinds are there"
 
 
 @pytest.mark.parametrize("max_logits_mib", [0, 1, 256])
