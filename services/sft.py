@@ -13,12 +13,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from services.errors import Broken, ConfigError, OffbeatError
 from services.launch import environment
+from services.placement import visible_gpus
 from services.serve import BROKEN, save_config
 from services.sft_config import SftConfig
 from services.telemetry import set_up_logging
@@ -57,6 +58,7 @@ def prepare(config: SftConfig, *, fresh: bool) -> Path:
     from services.tiny import make_model
 
     folder = config.run_folder
+    check_gpus(config, visible_gpus())
     check_data(config)
     if fresh and folder.exists():
         shutil.rmtree(folder)
@@ -65,6 +67,15 @@ def prepare(config: SftConfig, *, fresh: bool) -> Path:
     if config.tiny is not None and not Path(config.trainer.model).exists():
         make_model(config.tiny, Path(config.trainer.model), config)
     return folder
+
+
+def check_gpus(config: SftConfig, visible: Sequence[str]) -> None:
+    """ConfigError where ranks would have to share a GPU."""
+    ranks, on_gpus = config.launch.trainer_ranks, config.trainer.device in ("auto", "cuda")
+    if on_gpus and visible and ranks > len(visible):
+        raise ConfigError(
+            [f"launch.trainer_ranks={ranks}: each takes a GPU of its own, and {len(visible)} are visible"]
+        )
 
 
 def start_ranks(config: SftConfig, folder: Path) -> int:

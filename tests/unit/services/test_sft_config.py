@@ -13,6 +13,7 @@ from rollout.tokens import PromptEncoder
 from services.candidate import compose
 from services.compose import load_config
 from services.errors import ConfigError
+from services.sft import check_gpus
 from services.sft_compose import is_supervised, load_sft_config
 from services.sft_rows import sft_rows
 from services.sft_run import keep_until
@@ -101,6 +102,15 @@ def test_missing_files_are_told(tmp_path: Path) -> None:
         "model: no model folder at ./nowhere",
         "data.path: no such file: nodata",
     ]
+
+
+def test_ranks_do_not_share_a_gpu(tmp_path: Path) -> None:
+    config = load_sft_config(recipe_file(tmp_path), ["launch.trainer_ranks=3"])
+    with pytest.raises(ConfigError, match="each takes a GPU of its own, and 2 are visible"):
+        check_gpus(config, ("0", "1"))
+    for visible in ((), ("0", "1", "2")):
+        check_gpus(config, visible)
+    check_gpus(load_sft_config(recipe_file(tmp_path), ["launch.trainer_ranks=3", "trainer.device=cpu"]), ("0",))
 
 
 def test_a_recipe_of_one_kind_names_the_command_for_it(tmp_path: Path) -> None:
