@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 import protos
+from services.actor import Result
 from services.errors import OffbeatError
 from services.faults import fault
 from services.pushing import Pusher
@@ -53,6 +54,8 @@ class TrainerService(Worker, protos.TrainerServicer):
         self._saving = asyncio.Lock()
         self._pusher: Pusher | None = None
         self._rota = Rota(self.config.crew_size)
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Fails as a push fails of itself, not of a rollout server."""
         await self.load(self._load)
 
     def _load(self) -> None:
@@ -83,7 +86,8 @@ class TrainerService(Worker, protos.TrainerServicer):
                 await asyncio.gather(task, return_exceptions=True)
         if self._pusher is not None:
             await self._pusher.set_members([])
-        await self.compute(self.part.leave)
+        async with self._still():
+            await self.compute(self.part.leave)
 
     # Training.
 
@@ -105,10 +109,10 @@ class TrainerService(Worker, protos.TrainerServicer):
             self._batches.put_nowait(request.batch)
 
     async def serve(self) -> None:
-        """Step after step, as batches come."""
+        """Step after step, as batches come; raises what a push has failed by."""
         while True:
             waited_from = time.monotonic()
-            batch = await self._batches.get()
+            batch = await self._next_batch()
             if batch.step <= self.policy_version:
                 logger.info("batch was trained before", extra={"facts": {"step": batch.step}})
                 continue
@@ -118,6 +122,17 @@ class TrainerService(Worker, protos.TrainerServicer):
                     f" {self.membership.incarnation} at version {self.policy_version}"
                 )
             await self._step(batch, waited=time.monotonic() - waited_from)
+
+    async def _next_batch(self) -> protos.TrajectoryBatch:
+        coming = asyncio.create_task(self._batches.get())
+        first: set[asyncio.Future[Any]] = {coming, self._broken}
+        try:
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if self._broken.done():
+                self._broken.result()
+            return coming.result()
+        finally:
+            coming.cancel()
 
     async def _step(self, batch: protos.TrajectoryBatch, *, waited: float) -> None:
         trained, seconds = await self._advance(batch)
@@ -145,7 +160,7 @@ class TrainerService(Worker, protos.TrainerServicer):
         for push in pushes:
             self._outbox.put(protos.TrainReply(push=push))
         if not self.part.outgoing.streamed:
-            self._push_task = asyncio.create_task(self._push_and_tell(batch.step), name=f"push-{batch.step}")
+            self._push_task = self._beside(self._push_and_tell(batch.step), name=f"push-{batch.step}")
         await self._save_if_due(batch.step)
 
     async def _advance(self, batch: protos.TrajectoryBatch) -> tuple[Trained, float]:
@@ -165,6 +180,17 @@ class TrainerService(Worker, protos.TrainerServicer):
         return self._pushing if self.part.outgoing.streamed else nullcontext()
 
     # Pushes.
+
+    def _beside(self, work: Coroutine[Any, Any, Result], *, name: str) -> asyncio.Task[Result]:
+        """A task whose failure ends the service: nobody else waits for it."""
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._look_at)
+        return task
+
+    def _look_at(self, done: asyncio.Task[Any]) -> None:
+        error = None if done.cancelled() else done.exception()
+        if error is not None and not self._broken.done():
+            self._broken.set_exception(error)
 
     async def _push_and_tell(self, version: int) -> None:
         async for report in self._push(version):
@@ -191,8 +217,15 @@ class TrainerService(Worker, protos.TrainerServicer):
         return self.part.step > version and self.part.step - oldest <= self.config.push.max_version_skew
 
     async def SyncRollouts(self, request: protos.SyncRolloutsRequest, context: Any) -> protos.SyncRolloutsReply:
-        """Servers that came in between get the current version in a group of their own."""
-        async with self._pushing:
+        """Servers that came in between get the current version in a group of their own.
+
+        Once begun it goes on, also where the caller gives up: with streamed weights the other ranks are in it.
+        """
+        await self._pushing.acquire()
+        return await asyncio.shield(self._beside(self._sync(request), name="sync"))
+
+    async def _sync(self, request: protos.SyncRolloutsRequest) -> protos.SyncRolloutsReply:
+        try:
             pusher = await self._ready_pusher()
             await pusher.set_members(request.servers)
             version = self.policy_version
@@ -200,6 +233,8 @@ class TrainerService(Worker, protos.TrainerServicer):
             names = sorted(behind.intersection(pusher.lacking(version)))
             reports = roll(pusher, self._rota, version, names=names, transport=self.config.push.transport)
             return protos.SyncRolloutsReply(push=merged([report async for report in reports]))
+        finally:
+            self._pushing.release()
 
     async def _ready_pusher(self) -> Pusher:
         """For one push. Made with the first one: it needs the incarnation, which the conductor gives at the join."""
