@@ -14,6 +14,7 @@ from trainer.guards import suspects
 from trainer.metrics import StepMetrics
 from trainer.optimizer import learning_rate, update
 from trainer.packing import MicroBatch
+from trainer.parallel.sharding import reshard
 from trainer.step import Learner
 from trainer.supervised_batch import Example, collate_examples
 
@@ -81,6 +82,7 @@ class SupervisedLearner(Learner):
             for micro in self._scorer.micro_batches(batch, torch.arange(batch.size)):
                 found = self.policy(micro.tokens, best=True)
                 sums += torch.stack([-found.logprobs_N.double().sum(), found.best_N.double().sum()]).cpu()
+        reshard(self.policy)
         self.ranks.sum_([sums])
         loss, hits = (sums / tokens).tolist()
         return {"held_out_loss": loss, "held_out_token_accuracy": hits}

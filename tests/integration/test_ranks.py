@@ -7,9 +7,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+from trainer.checkpoints.trained import parts_of
+from trainer.config import TrainerConfig
+from trainer.loading import load_trained
+from trainer.lora_config import LoraConfig
+from trainer.parallel_config import ParallelConfig
+from trainer.supervised import SupervisedLearner
+from trainer.supervised_batch import Example
 
 RANK_CODE = Path(__file__).with_name("learner_rank.py")
 Told = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
@@ -58,6 +69,27 @@ def test_two_ranks_train_a_policy_and_its_critic_as_one_does(tmp_path: Path) -> 
     one, two = (run_ranks(tmp_path / str(size), size, critic=True) for size in (1, 2))
     assert one[1]["head.weight"].any() and one[0][-1]["value_loss"] > 0
     compare(two, one)
+
+
+def test_sharded_factors_can_be_saved_after_held_out_rows_were_judged(model_folder: Path) -> None:
+    config = TrainerConfig(
+        model=str(model_folder),
+        device="cpu",
+        lora=LoraConfig(rank=2),
+        parallel=ParallelConfig(compute_dtype="bfloat16", reshard_after_forward=False),
+    )
+    ones = np.ones(3, np.int32)
+    rows = [Example(key=str(index), prompt_ids=ones, response_ids=ones) for index in range(2)]
+    model, ranks, _ = load_trained(config)
+    try:
+        learner = SupervisedLearner(model, config, ranks)
+        learner.learn(rows)
+        learner.judge(rows)
+        parts = parts_of(learner)
+    finally:
+        dist.destroy_process_group()
+    assert parts["adapter_model"] and all(isinstance(tensor, DTensor) for tensor in parts["adapter_model"].values())
+    assert len(parts["optimizer"]) == 3 * len(parts["adapter_model"])
 
 
 def compare(ours: Told, theirs: Told) -> None:
