@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 LEAVE = "leave"
 """The last order."""
 INLINE_BYTES = 2**16
+KEPT = 64
+"""Orders that stay in the store: one without an exchange does not wait for a rank that is slow."""
 LOOK = timedelta(seconds=5)
 """A wait for the next order is broken off and begun anew this often: a store that is gone is noticed then."""
 
@@ -63,7 +65,7 @@ class Orders:
         try:
             order = head + (payload if inline else b"")
             self._store.set(f"order/{self._given}", order)  # type: ignore[arg-type]  # bytes, whatever torch's stub says
-            self._store.delete_key(f"order/{self._given - 2}")  # every rank has taken the one after it
+            self._store.delete_key(f"order/{self._given - KEPT}")
             if not inline:
                 dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0)
         except RuntimeError as error:
