@@ -376,13 +376,20 @@ class Conductor(Actor):
     # The end.
 
     async def _finish(self) -> None:
-        """Every step is trained and pushed: save, then let everybody go."""
+        """Every step is trained and pushed: save, then let everybody go.
+
+        A trainer that is lost over it is waited for: it makes the steps again that no checkpoint has.
+        """
+        if self.training.link is None:
+            return
         try:
             seconds = self.config.trainer.checkpoint.deadline_seconds
             report = await self.training.save(deadline_seconds=seconds)
             self.checkpointed(report)
-        except (PeerError, AssertionError) as error:
+        except PeerError as error:
             self.journalist.tell("warning", self.name, "the last checkpoint was not saved", why=error)
+            if error.code is grpc.StatusCode.UNAVAILABLE:
+                return
         self.finished.set()
         self.journalist.tell("finished", self.name, "the run is finished", **self.progress())
 

@@ -52,6 +52,16 @@ def test_a_torn_newest_checkpoint_falls_back_one_and_nothing_is_lost(start: Star
     assert_replays_agree(run, reported_twice={lost, 7}, replayed={lost - 1, lost, 7})
 
 
+def test_a_trainer_that_dies_over_the_last_checkpoint_comes_back_for_it(start: StartRun) -> None:
+    faults = "trainer:checkpoint.write@4=kill"
+    run = start("run.num_steps=4", "trainer.checkpoint.every_steps=0", faults=faults)
+    run.wait()
+    assert run.fired() == [faults]
+    assert (run.checkpoint(4) / WEIGHTS).is_file()
+    assert_effectively_once(run, steps=4)
+    assert_replays_agree(run, reported_twice={4}, replayed={1, 2, 3, 4})
+
+
 def assert_replays_agree(run: Run, *, reported_twice: set[int], replayed: set[int]) -> None:
     """A step that was reported again gave the same weights again, and its report says that it is a replay."""
     hashes = run.hashes()
