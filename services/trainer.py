@@ -269,7 +269,7 @@ class TrainerService(Worker, protos.TrainerServicer):
         """Copy the state now, write it on another thread: one write at a time, and one for a step."""
         async with self._saving:
             if self._save_task is not None:
-                report = await self._save_task
+                report = await asyncio.shield(self._save_task)  # a caller that gives up stops nothing
                 if report.path and report.step == self.part.step:
                     return self._save_task
             step = self.part.step
@@ -294,11 +294,11 @@ class TrainerService(Worker, protos.TrainerServicer):
         return report
 
     async def Save(self, request: protos.SaveRequest, context: Any) -> protos.SaveReply:
-        return protos.SaveReply(checkpoint=await (await self._save()))
+        return protos.SaveReply(checkpoint=await asyncio.shield(await self._save()))
 
     async def Export(self, request: protos.ExportRequest, context: Any) -> protos.ExportReply:
         """Save, and name the checkpoint: of one rank a Hugging Face folder; of several `offbeat export` makes one."""
-        report = await (await self._save())
+        report = await asyncio.shield(await self._save())
         if report.problem:
             await context.abort(grpc.StatusCode.INTERNAL, report.problem)
         return protos.ExportReply(path=report.path)

@@ -1,6 +1,7 @@
-"""The trainer service: a push that nobody waits for any more, and one that fails of itself."""
+"""The trainer service: pushes and checkpoints that nobody waits for any more, and a push that fails of itself."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -71,6 +72,28 @@ async def test_a_push_that_fails_of_itself_ends_the_service(make_config: MakeCon
             async with talking(stub.Train) as talk:
                 await talk.say(protos.TrainRequest(batch=first_batch()))
                 await until(lambda: service._server is None)
+
+
+async def test_a_checkpoint_is_written_where_its_caller_gives_up(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, gate = threading.Event(), threading.Event()
+    async with trainer(make_config(), tmp_path) as (service, stub):
+        write = service.part.store.write
+
+        def slow(taken: Any) -> Path:
+            begun.set()
+            assert gate.wait(20)
+            return write(taken)
+
+        monkeypatch.setattr(service.part.store, "write", slow)
+        call = stub.Save(protos.SaveRequest())
+        await until(begun.is_set)
+        call.cancel()
+        await stub.Status(protos.TrainerStatusRequest(), timeout=5.0)
+        gate.set()
+        reply = await stub.Save(protos.SaveRequest(), timeout=5.0)
+        assert Path(reply.checkpoint.path).name == "step_0" and not reply.checkpoint.problem
 
 
 def first_batch() -> protos.TrajectoryBatch:
