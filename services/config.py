@@ -227,6 +227,7 @@ class Config(Section):
             "launch.share_gpu and launch.gpus both place services: say one" if launch.share_gpu and launch.gpus else "",
             *self._gdpo_problems(),
             *self._critic_problems(batch),
+            *(self._rank_problems() if launch.trainer_ranks > 1 else ()),
             *self._teacher_problems(),
             *self.evaluation.problems(data=self.data, group_size=in_group, num_at_once=2 * largest),
             *(self._time_sharing_problems() if launch.time_sharing else ()),
@@ -262,6 +263,14 @@ class Config(Section):
             yield f"trainer.critic.warmup_steps={critic.warmup_steps} leaves {left}"
         if critic is not None and critic.offload not in (None, "all") and self.launch.time_sharing:
             yield f"launch.time_sharing with trainer.critic.offload={critic.offload}: it would keep its memory, set all"
+
+    def _rank_problems(self) -> Iterator[str]:
+        """What keeps several ranks of the trainer from each other."""
+        ranks, replicas = self.launch.trainer_ranks, self.trainer.parallel.replicas
+        if ":" in self.trainer.device:
+            yield f"launch.trainer_ranks={ranks} would all take trainer.device={self.trainer.device}: set cuda"
+        if replicas and ranks % replicas:
+            yield f"trainer.parallel.replicas={replicas} does not divide launch.trainer_ranks={ranks}"
 
     def _time_sharing_problems(self) -> Iterator[str]:
         """What keeps a card from changing hands."""

@@ -194,6 +194,16 @@ BY_OVERRIDE = [
         "run.group_size=4 is larger than twice rollout.max_num_seqs=1: a group would never be leased",
     ),
     (
+        "ranks that would share a card",
+        ["launch.trainer_ranks=2", "trainer.device=cuda:1"],
+        "launch.trainer_ranks=2 would all take trainer.device=cuda:1: set cuda",
+    ),
+    (
+        "replicas that do not divide the ranks",
+        ["launch.trainer_ranks=4", "trainer.parallel.replicas=3"],
+        "trainer.parallel.replicas=3 does not divide launch.trainer_ranks=4",
+    ),
+    (
         "no such Python",
         ["launch.python.rollout=/nowhere/python"],
         "launch.python.rollout=/nowhere/python: launch.python.rollout: no such Python: /nowhere/python",
