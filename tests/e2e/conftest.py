@@ -38,6 +38,12 @@ def start(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         run.stop()
 
 
+@pytest.fixture
+def run_inline(tmp_path: Path, model: Path) -> StartRun:
+    """Runs of the recipe with overrides, from start to end in this process: for what needs no process to die."""
+    return lambda *overrides: make_run(tmp_path, *overrides, model=model).inline()
+
+
 @pytest.fixture(scope="session")
 def synchronous_run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Run:
     """Ten undisturbed synchronous steps on one rollout server, a checkpoint every two."""

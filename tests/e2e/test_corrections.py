@@ -17,22 +17,21 @@ def tokens_of(batch: Batch) -> int:
     return sum(trajectory.response_ids.shape[0] for trajectory in batch.trajectories)
 
 
-def ended(start: StartRun, correction: str, *overrides: str) -> Run:
-    run = start(
+def ended(run_inline: StartRun, correction: str, *overrides: str) -> Run:
+    run = run_inline(
         f"run.num_steps={STEPS}",
         "trainer.optimizer.lr=3.0e-4",
         f"trainer.algorithm.correction={correction}",
         *overrides,
     )
-    run.wait()
     assert_effectively_once(run, steps=STEPS)
     assert all(row["updates"] == 1 and row["skipped"] == 0 for row in run.rows("metrics"))
     return run
 
 
-def test_masked_weights_overlong_penalty_and_resampling(start: StartRun) -> None:
+def test_masked_weights_overlong_penalty_and_resampling(run_inline: StartRun) -> None:
     overlong = f"trainer.algorithm.overlong={{buffer: {BUFFER}}}"
-    run = ended(start, WEIGHTED, "trainer.algorithm.loss=vanilla", overlong, "trainer.algorithm.resample=pow")
+    run = ended(run_inline, WEIGHTED, "trainer.algorithm.loss=vanilla", overlong, "trainer.algorithm.resample=pow")
     limit = run.config.rollout.sampling.max_tokens
     for row, batch in zip(run.rows("metrics"), run.batches(), strict=True):
         assert row["importance_weight_mean"] == pytest.approx(1.0, abs=1e-5)
@@ -47,8 +46,8 @@ def test_masked_weights_overlong_penalty_and_resampling(start: StartRun) -> None
         assert 0 < row["resampled_unique_share"] <= 1
 
 
-def test_with_sequence_weights_rejected_tokens_leave_the_counts_of_the_step(start: StartRun) -> None:
-    run = ended(start, REJECTING, "trainer.algorithm.loss=vanilla")
+def test_with_sequence_weights_rejected_tokens_leave_the_counts_of_the_step(run_inline: StartRun) -> None:
+    run = ended(run_inline, REJECTING, "trainer.algorithm.loss=vanilla")
     rows = run.rows("metrics")
     for row, batch in zip(rows, run.batches(), strict=True):
         kept = tokens_of(batch) * (1 - row["rejected_token_share"])

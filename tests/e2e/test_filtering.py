@@ -18,13 +18,12 @@ def equal_groups(batch: Batch) -> int:
     return sum(len(values) == 1 for values in rewards.values())
 
 
-def test_groups_of_equal_reward_are_replaced_and_counted(start: StartRun) -> None:
-    run = start(
+def test_groups_of_equal_reward_are_replaced_and_counted(run_inline: StartRun) -> None:
+    run = run_inline(
         f"run.num_steps={STEPS}",
         f"run.dynamic_sampling={LIMIT}",
         f"reward.functions=[{{target: '{REWARDS}:even_or_digits'}}]",
     )
-    run.wait()
     assert_effectively_once(run, steps=STEPS)
     dropped = run.summary()["ledger"]["dropped"]
     group_size = run.config.run.group_size

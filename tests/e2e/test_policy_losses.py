@@ -21,9 +21,8 @@ METRIC = {"clip_cov": "covariance_fraction", "kl_cov": "covariance_fraction", "b
 
 
 @pytest.mark.parametrize("loss", [name for name in POLICY_LOSSES if name != "decoupled"])
-def test_a_run_with_every_policy_loss(start: StartRun, loss: str) -> None:
-    run = start(*SHORT, f"trainer.algorithm.loss={loss}", "trainer.algorithm.minibatches=2", *NEEDS.get(loss, ()))
-    run.wait()
+def test_a_run_with_every_policy_loss(run_inline: StartRun, loss: str) -> None:
+    run = run_inline(*SHORT, f"trainer.algorithm.loss={loss}", "trainer.algorithm.minibatches=2", *NEEDS.get(loss, ()))
     assert_effectively_once(run, steps=STEPS)
     for row in run.rows("metrics"):
         assert row["updates"] == 2 and row["skipped"] == 0 and row["grad_norm"] > 0
@@ -31,10 +30,9 @@ def test_a_run_with_every_policy_loss(start: StartRun, loss: str) -> None:
         assert row[METRIC.get(loss, "ratio_mean")] > 0
 
 
-def test_the_coefficient_of_the_kl_in_the_reward_follows_its_target(start: StartRun) -> None:
+def test_the_coefficient_of_the_kl_in_the_reward_follows_its_target(run_inline: StartRun) -> None:
     algorithm = "{kl_use: reward, kl_coef: 0.1, kl_target: 1.0e+6, kl_horizon: 1000, loss: gspo}"
-    run = start(*SHORT, "reference.enabled=true", f"trainer.algorithm={algorithm}")
-    run.wait()
+    run = run_inline(*SHORT, "reference.enabled=true", f"trainer.algorithm={algorithm}")
     assert_effectively_once(run, steps=STEPS)
     first, second = run.rows("metrics")
     assert first["kl_coef"] == 0.1
