@@ -76,14 +76,13 @@ def test_a_conductor_that_dies_in_an_evaluation_begins_it_again(start: StartRun)
     assert begun(run) == [6, 6] and judged_right(row) and run.summary()["evaluation"]["last"] == row
 
 
-def test_a_reward_that_fails_leaves_no_verdict_and_blocks_nothing(start: StartRun) -> None:
-    run = start(
+def test_a_reward_that_fails_leaves_no_verdict_and_blocks_nothing(run_inline: StartRun) -> None:
+    run = run_inline(
         *EVALUATION,
         "evaluation.at_start=false",
         "evaluation.data={type: arithmetic, digits: 2}",
         f"reward.functions=[{{target: '{REWARDS}:digits_of_small_sums'}}]",
     )
-    run.wait()
     assert_effectively_once(run, steps=6)
     last = run.rows("evals")[-1]
     assert last["failures"] == {"reward_error": PROMPTS * SAMPLES} and "pass@1" not in last

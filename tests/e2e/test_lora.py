@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from protos.arrays import from_array
 from services.export import export_model
+from services.lineup import lineup
 from tests.e2e.conftest import StartRun
 from tests.e2e.kit import Run, assert_effectively_once
 
@@ -43,11 +44,10 @@ def furthest(run: Run, folder: Path, *, step: int) -> float:
 
 @pytest.mark.parametrize("push", ["merged", "adapter"])
 @pytest.mark.parametrize("kl_use", ["loss", "reward"])
-def test_a_run_with_an_adapter(start: StartRun, model: Path, tmp_path: Path, push: str, kl_use: str) -> None:
+def test_a_run_with_an_adapter(run_inline: StartRun, model: Path, tmp_path: Path, push: str, kl_use: str) -> None:
     algorithm = f"trainer.algorithm={{kl_use: {kl_use}, kl_coef: 0.1, loss: vanilla}}"
-    run = start(*SHORT, *LORA, f"trainer.lora.push={push}", algorithm, "trainer.checkpoint.every_steps=1")
-    assert not any(child.name.startswith("reference") for child in run.launcher.children)
-    run.wait()
+    run = run_inline(*SHORT, *LORA, f"trainer.lora.push={push}", algorithm, "trainer.checkpoint.every_steps=1")
+    assert not any(post.name.startswith("reference") for post in lineup(run.config))
     assert_effectively_once(run, steps=STEPS)
     first, second = run.rows("metrics")
     name = "kl" if kl_use == "loss" else "kl_in_reward"
