@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from services.config import Config
-from services.sft_config import SftLaunch, SftSection
+from services.supervised.config import SftLaunch, SftSection
 from trainer import config as trainer
-from trainer.kl_config import KL_ESTIMATORS
-from trainer.update_config import AGGREGATIONS
+from trainer.configs.kl import KL_ESTIMATORS
+from trainer.configs.update import AGGREGATIONS
 
 PAGE = Path(__file__).resolve().parent / "configuration.md"
 INTRO = """# Configuration

@@ -46,7 +46,7 @@ def demo(
     fresh: Annotated[bool, typer.Option(help="forget an earlier demo")] = True,
 ) -> None:
     """Train a small model on this machine's CPU until its reward has visibly risen."""
-    from services.demo import run_demo
+    from services.commands.demo import run_demo
 
     leave(run_demo(overrides or [], engine=engine, fresh=fresh))
 
@@ -92,7 +92,7 @@ def sft(
     elif check:
         typer.echo(f"{recipe}: fine")
     else:
-        from services.sft import run_sft
+        from services.supervised.command import run_sft
 
         leave(run_sft(config, fresh=fresh))
 
@@ -137,7 +137,7 @@ def status(
     run: Annotated[str, typer.Argument(help="run folder or HOST:PORT of the conductor")] = "outputs/demo",
 ) -> None:
     """Say where a run stands."""
-    from services.live import print_status
+    from services.commands.live import print_status
 
     leave(print_status(run))
 
@@ -163,7 +163,7 @@ def evaluate(
     summary: Annotated[Path | None, typer.Option(help="JSON file with what is printed")] = None,
 ) -> None:
     """pass@1, pass@k and majority vote of a model on the data of a recipe, or on any data file with a reward."""
-    from services.evaluate import Asked, run_evaluation
+    from services.commands.evaluate import Asked, run_evaluation
 
     asked = Asked(
         model=model,
@@ -191,7 +191,7 @@ def export(
     adapter: Annotated[bool, typer.Option("--adapter", help="of a LoRA run: the adapter alone, for PEFT")] = False,
 ) -> None:
     """Write the newest whole checkpoint as a folder that AutoModelForCausalLM and vLLM load."""
-    from services.export import export_model
+    from services.commands.export import export_model
 
     leave(export_model(source, out, adapter=adapter))
 
@@ -199,7 +199,7 @@ def export(
 @app.command("make-model", context_settings=OVERRIDES)
 def make_model(recipe: str, overrides: Overrides = None) -> None:
     """Make the small models that a recipe asks for, before services are started one by one."""
-    from services.tiny import make_models
+    from services.commands.tiny import make_models
 
     leave(make_models(load(recipe, overrides)))
 
@@ -212,7 +212,7 @@ def make_shape(
     seed: Annotated[int, typer.Option(help="of the random weights")] = 0,
 ) -> None:
     """Make a model of a real size with random weights and a tokenizer of words, for benches."""
-    from services.tiny import make_bench_model
+    from services.commands.tiny import make_bench_model
 
     leave(make_bench_model(name, out, dtype=dtype, seed=seed))
 
@@ -223,7 +223,7 @@ def gsm8k(
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("data/gsm8k"),
 ) -> None:
     """Convert the GSM8K files to parquet, with a report."""
-    from services.data import convert_gsm8k
+    from services.commands.data import convert_gsm8k
 
     leave(convert_gsm8k(source, out))
 
@@ -232,7 +232,7 @@ def load(recipe: str, overrides: list[str] | None, *, supervised: bool | None = 
     """The checked config; all mistakes are printed at once, exit code 2. supervised: of offbeat sft; None: as it is."""
     from services.compose import load_config
     from services.errors import ConfigError
-    from services.sft_compose import is_supervised, load_sft_config
+    from services.supervised.compose import is_supervised, load_sft_config
 
     try:
         if supervised is None:

@@ -14,8 +14,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from services.config import Config
+from services.configs.pointers import follow_pointers
 from services.errors import ConfigError
-from services.pointers import follow_pointers
 from trainer.config import CHECKED
 
 RECIPES = Path(__file__).resolve().parent.parent / "deploy" / "recipes"

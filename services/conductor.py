@@ -17,7 +17,7 @@
     +-----------------+ <---------- +---------+
                          reports: step trained, version pushed, checkpoint verified
 
-Evaluations go the same way beside training, and never into the book: services/evaluating.py.
+Evaluations go the same way beside training, and never into the book: services/evaluation/evaluating.py.
 Everything that happens is a message in one mailbox; after each handful of messages the loop pumps every stage once.
 """
 
@@ -34,23 +34,23 @@ import grpc
 
 import protos
 from services.actor import Actor, Bind, cancel
-from services.book import Batch, Book, Sample, State
 from services.desk import Desk
 from services.ending import Ending, farewell
 from services.errors import PeerError
-from services.evaluating import Evaluating
-from services.generation import Generation
-from services.health import Health
-from services.journalist import Journalist
-from services.judging import Judging
-from services.ledger import Ledger
-from services.recovery import recover
-from services.referring import Referring
+from services.evaluation.evaluating import Evaluating
+from services.records.book import Batch, Book, Sample, State
+from services.records.journalist import Journalist
+from services.records.ledger import Ledger
+from services.records.recovery import recover
+from services.records.status import status_of
 from services.roster import Member, Roster, Stage
-from services.routing import Routing
-from services.sharing import Sharing
-from services.status import status_of
-from services.training import Training
+from services.stages.generation import Generation
+from services.stages.health import Health
+from services.stages.judging import Judging
+from services.stages.referring import Referring
+from services.stages.routing import Routing
+from services.stages.sharing import Sharing
+from services.stages.training import Training
 
 if TYPE_CHECKING:
     from services.config import Config

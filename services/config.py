@@ -12,17 +12,17 @@ from pydantic import Field, ValidationError, model_validator
 from reward.config import RewardConfig
 from rollout.config import RolloutConfig
 from rollout.datasets.config import DataConfig
+from services.configs.evaluation import EvaluationConfig
+from services.configs.launch import FleetMember, LaunchConfig, Section
+from services.configs.models import ReferenceConfig, TinyConfig
 from services.errors import ConfigError
-from services.evaluation_config import EvaluationConfig
-from services.launch_config import FleetMember, LaunchConfig, Section
-from services.model_config import ReferenceConfig, TinyConfig
 from trainer.config import ESTIMATOR, TrainerConfig
-from trainer.plugins import declares
+from trainer.configs.plugins import declares
 
 if TYPE_CHECKING:
     import protos
     from rollout.datasets import PromptRow
-    from services.generation import NextPrompt
+    from services.stages.generation import NextPrompt
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 GROUP_ESTIMATORS = (

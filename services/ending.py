@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 import protos
 from services.errors import RunStopped
-from services.journalist import Journalist
+from services.records.journalist import Journalist
 
 logger = logging.getLogger(__name__)
 FAREWELL_SECONDS = 10.0

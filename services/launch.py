@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from services.commands.lineup import Post, check_interpreters, lineup
+from services.commands.placement import VARIABLE, placement, visible_gpus
 from services.config import Config
 from services.errors import ConfigError, OffbeatError, RunStopped
-from services.lineup import Post, check_interpreters, lineup
-from services.placement import VARIABLE, placement, visible_gpus
 from services.serve import ADDRESS_FILE, BROKEN, REPLACED, STOPPED, save_config
 from services.telemetry import set_up_logging
 
 if TYPE_CHECKING:
-    from services.live import LiveView
+    from services.commands.live import LiveView
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
@@ -65,7 +65,7 @@ class Launcher:
         self.children = [self._child(post) for post in lineup(config)]
 
     def _child(self, post: Post) -> Child:
-        module = ["services.cli"] if post.ranks == 1 else ["services.torchrun", str(post.ranks)]
+        module = ["services.cli"] if post.ranks == 1 else ["services.ranks.torchrun", str(post.ranks)]
         command = [post.python, "-P", "-m", *module, "serve", post.role, "--name", post.name]
         command += ["--folder", str(self.folder), "--host", self.config.launch.host]
         if post.role == "conductor":
@@ -174,7 +174,7 @@ def run_training(config: Config, *, inline: bool = False, fresh: bool = False, p
     try:
         folder = prepare_folder(config, fresh=fresh)
         if inline:
-            from services.inline import run_inline
+            from services.commands.inline import run_inline
 
             run_inline(config, folder)
         else:
@@ -191,7 +191,7 @@ def run_training(config: Config, *, inline: bool = False, fresh: bool = False, p
 
 def run_processes(config: Config, folder: Path, *, plain: bool) -> None:
     """Start, watch and show until the conductor is done; SIGTERM and Ctrl-C drain."""
-    from services.live import LiveView
+    from services.commands.live import LiveView
 
     set_up_logging("launch", folder=folder, console=plain)
     launcher = Launcher(config, folder)

@@ -33,7 +33,7 @@ class ReferenceService(Worker, protos.ReferenceServicer):
         await self.load(self._load)
 
     def _load(self) -> None:
-        from trainer.model import load_model, prepare_process
+        from trainer.model.load import load_model, prepare_process
         from trainer.reference import ReferencePolicy
 
         config = self.config

@@ -16,8 +16,8 @@ import protos
 from protos.arrays import from_array, to_array
 from services.errors import OffbeatError
 from services.faults import fault
-from services.reach import reach_of_engine
-from services.receiving import Receiving
+from services.pushes.reach import reach_of_engine
+from services.pushes.receiving import Receiving
 from services.streams import Outbox
 from services.worker import Worker
 
@@ -71,7 +71,7 @@ class RolloutService(Worker, Receiving, protos.RolloutServicer):
     def _load(self) -> Engine:
         from rollout.engines import load
         from rollout.tokens import PromptEncoder
-        from trainer.model import model_fingerprint
+        from trainer.model.load import model_fingerprint
 
         config = self.config.rollout
         engine: Engine = load(config.engine).from_pretrained(config.model, config)  # type: ignore[attr-defined]

@@ -14,8 +14,8 @@ import yaml
 from services.actor import Actor, Bind, run_process, run_until_signalled
 from services.compose import load_config
 from services.config import Config
+from services.configs.launch import Section
 from services.errors import Broken, ConfigError, OffbeatError, PeerError, Replaced, RunStopped
-from services.launch_config import Section
 from services.telemetry import set_up_logging
 
 ROLES = ("conductor", "rollout", "reward", "reference", "trainer")
@@ -66,7 +66,7 @@ def serve_role(
 
 def follow_rank_0(place: Place, *, rank: int, log_level: str) -> int:
     """A trainer's rank is no service of its own. It ends when rank 0 says so; torchrun ends it when that dies."""
-    from services.trainer_rank import follow
+    from services.ranks.rank import follow
     from trainer.parallel.start import seat
 
     for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 drains, and cannot without the others

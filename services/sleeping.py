@@ -1,4 +1,4 @@
-"""Sleep and Wake, as RPCs of a rollout server whose device somebody else uses meanwhile (services/sharing.py)."""
+"""Sleep and Wake, RPCs of a rollout server whose device somebody else uses meanwhile (services/stages/sharing.py)."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ import protos
 from services.actor import Result
 from services.errors import OffbeatError
 from services.faults import fault
-from services.pushing import Pusher
-from services.rolling import Rota, merged, roll
+from services.pushes.pushing import Pusher
+from services.pushes.rolling import Rota, merged, roll
+from services.ranks.work import Trained, TrainerWork
 from services.streams import Outbox
-from services.trainer_work import Trained, TrainerWork
 from services.worker import Worker
-from trainer.plugins import PluginError
+from trainer.configs.plugins import PluginError
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -60,7 +60,7 @@ class TrainerService(Worker, protos.TrainerServicer):
 
     def _load(self) -> None:
         from trainer.checkpoints.due import Due
-        from trainer.model import model_fingerprint
+        from trainer.model.load import model_fingerprint
         from trainer.parallel.orders import Orders
         from trainer.parallel.start import seat
 
@@ -241,7 +241,7 @@ class TrainerService(Worker, protos.TrainerServicer):
         if self.part.outgoing.streamed:
             await self.compute(self.part.stream)
         if self._pusher is None or self._pusher.incarnation != self.membership.incarnation:
-            from trainer.weights import Broadcaster
+            from trainer.pushes.weights import Broadcaster
 
             push = self.config.push
             self._pusher = Pusher(

@@ -9,15 +9,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, FiniteFloat, ValidationInfo, model_validator
 
-from trainer.correction_config import CorrectionConfig
-from trainer.critic_config import CriticConfig
-from trainer.guards_config import GuardsConfig
-from trainer.kl_config import KlSettings
-from trainer.lora_config import LoraConfig
-from trainer.parallel_config import ParallelConfig
-from trainer.plugins import Kind, check, declares
-from trainer.section import Section, one_of
-from trainer.update_config import AGGREGATIONS, OptimizerConfig
+from trainer.configs.correction import CorrectionConfig
+from trainer.configs.critic import CriticConfig
+from trainer.configs.guards import GuardsConfig
+from trainer.configs.kl import KlSettings
+from trainer.configs.lora import LoraConfig
+from trainer.configs.parallel import ParallelConfig
+from trainer.configs.plugins import Kind, check, declares
+from trainer.configs.section import Section, one_of
+from trainer.configs.update import AGGREGATIONS, OptimizerConfig
 
 ADVANTAGE_ESTIMATORS = (
     "grpo",

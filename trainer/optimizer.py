@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from trainer.configs.update import OptimizerConfig
 from trainer.parallel import ALONE, Ranks
-from trainer.update_config import OptimizerConfig
 
 CLIP_EPSILON = 1e-6
 

@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from trainer.adapters.lora import adapter_off
 from trainer.advantages import AdvantageInputs, AdvantageOptions, estimator_of, has_token_baseline, reads_logprobs
-from trainer.baselines import baseline_metrics, baselines, split
 from trainer.batch import Batch, Trajectory, collate
 from trainer.config import AlgorithmConfig, TrainerConfig
-from trainer.correction_config import CorrectionConfig
+from trainer.configs.correction import CorrectionConfig
 from trainer.corrections import correct, truncated_weights
-from trainer.lora import adapter_off
 from trainer.losses.aggregate import EPSILON
 from trainer.losses.kl import kl_penalty
 from trainer.metrics import StepMetrics, batch_metrics
-from trainer.overlong import overlong_metrics, overlong_penalty
 from trainer.randomness import step_generator
-from trainer.resampling import resample, resampling_metrics
-from trainer.reward_parts import part_metrics, reward_parts
+from trainer.rewards.baselines import baseline_metrics, baselines, split
+from trainer.rewards.overlong import overlong_metrics, overlong_penalty
+from trainer.rewards.parts import part_metrics, reward_parts
+from trainer.rewards.resampling import resample, resampling_metrics
 from trainer.scoring import Scorer
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from trainer.batch import Trajectory, collate
+from trainer.model.policy import Policy
 from trainer.packing import micro_batch, pack
-from trainer.policy import Policy
 
 TokenIds = npt.NDArray[np.int32]
 

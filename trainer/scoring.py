@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from trainer.batch import Batch
+from trainer.model.policy import Policy
 from trainer.packing import MicroBatch, micro_batch, pack
 from trainer.parallel import Ranks
 from trainer.parallel.sharding import reshard
-from trainer.policy import Policy
 
 
 class Scorer:

@@ -1,7 +1,7 @@
 """One training step from trajectories to new weights.
 
 collate -> rewards (- KL) -> correction -> values -> advantages     trainer/preparation.py, on the CPU
-[ the critic's own updates ]                                        trainer/critic_updates.py, where there is one
+[ the critic's own updates ]                                        trainer/critic/updates.py, where there is one
 [ micro-batches -> forward, loss, backward ] -> clip -> AdamW -> metrics     trainer/updates.py, on the device
 """
 
@@ -12,20 +12,20 @@ from torch import nn
 
 from trainer.batch import Trajectory
 from trainer.config import TrainerConfig
-from trainer.critic import ValueModel
-from trainer.critic_updates import Critic
-from trainer.guards import Guards
-from trainer.kl_control import adapted
-from trainer.layers import compile_layers, recompute_layers
-from trainer.liger import use_liger
+from trainer.critic.model import ValueModel
+from trainer.critic.updates import Critic
+from trainer.guarding.guards import Guards
+from trainer.guarding.mismatch import Mismatch, mismatches
 from trainer.metrics import StepMetrics
-from trainer.mismatch import Mismatch, mismatches
-from trainer.offload import Offload
+from trainer.model.layers import compile_layers, recompute_layers
+from trainer.model.liger import use_liger
+from trainer.model.offload import Offload
+from trainer.model.policy import Policy
 from trainer.optimizer import build_optimizer, learning_rate
 from trainer.parallel import ALONE, Ranks
 from trainer.parallel.sharding import shard
-from trainer.policy import Policy
 from trainer.preparation import Preparation, Prepared
+from trainer.rewards.kl_control import adapted
 from trainer.scoring import Scorer
 from trainer.updates import Updates
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, TrainerConfig
 from trainer.corrections import effective_sample_share
-from trainer.guards import Guards, suspects
+from trainer.guarding.guards import Guards, suspects
 from trainer.losses import Denominators, LossInputs, LossOptions, learns_without_advantage, loss_of
 from trainer.losses.objective import objective
 from trainer.metrics import StepMetrics, Tally, absolute_differences
-from trainer.offload import Offload
+from trainer.model.offload import Offload
 from trainer.optimizer import update
 from trainer.packing import MicroBatch
 from trainer.preparation import Prepared

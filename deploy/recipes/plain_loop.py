@@ -23,8 +23,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.datasets import DataConfig, load_rows
-from trainer.tiny import make_tiny_qwen3
-from trainer.warmstart import greedy_accuracy, warm_start
+from trainer.small.tiny import make_tiny_qwen3
+from trainer.small.warmstart import greedy_accuracy, warm_start
 
 Pair = tuple[str, str]
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 4}  # 3 digits and eos

@@ -64,7 +64,7 @@ def of_run(run: Path, start: str) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from rollout.datasets import DataConfig, load_rows
-    from trainer.warmstart import greedy_accuracy
+    from trainer.small.warmstart import greedy_accuracy
 
     rows = load_rows(DataConfig.model_validate({"type": "arithmetic", "split": "test"})).rows
     test = [(row.text or "", row.ground_truth) for row in rows]

@@ -20,7 +20,7 @@ def bench_generate(*, rounds: int, threads: int, out: Path | None) -> int:
 
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as scratch:
-        from trainer.tiny import make_tiny_qwen3
+        from trainer.small.tiny import make_tiny_qwen3
 
         model = make_tiny_qwen3(scratch)
         figures = {

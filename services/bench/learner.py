@@ -11,7 +11,7 @@ from services.bench.bare.clock import clocked, token_ids
 from services.bench.bare.job import Answer, Job, answering
 from trainer.batch import Trajectory
 from trainer.config import TrainerConfig
-from trainer.model import load_model, prepare_process
+from trainer.model.load import load_model, prepare_process
 from trainer.parallel.start import own_device, seat, start
 from trainer.step import Learner
 

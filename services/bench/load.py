@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.book import Book, Sample
 from services.errors import OffbeatError
-from services.generation import Generation, RolloutLink
-from services.ledger import Ledger
+from services.records.book import Book, Sample
+from services.records.ledger import Ledger
+from services.stages.generation import Generation, RolloutLink
 
 if TYPE_CHECKING:
     from services.config import Config

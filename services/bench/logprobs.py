@@ -111,7 +111,7 @@ class _Bed:
 
 
 def _ways(work: LogprobsWork) -> dict[str, Score]:
-    from trainer.logprobs import score_tokens
+    from trainer.model.logprobs import score_tokens
 
     def plain(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor | None]:
         logprobs_NV = (hidden_ND @ weight_VD.t()).float().log_softmax(-1)

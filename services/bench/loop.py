@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from services.bench.bed import shape_settings, told
 from services.bench.report import keep, percentile, spread, write
+from services.commands.placement import placement, visible_gpus
 from services.compose import load_config
 from services.launch import prepare_folder, run_processes
-from services.placement import placement, visible_gpus
 
 if TYPE_CHECKING:
     from services.config import Config

@@ -20,11 +20,11 @@ from services.bench.load import Load
 from services.bench.report import keep, ranks, write
 from services.bench.stand_in import rollout_service
 from services.channel import call, connect
+from services.commands.lineup import rollout_posts
+from services.commands.placement import VARIABLE, placement, visible_gpus
 from services.compose import load_config
 from services.errors import OffbeatError
 from services.launch import free_port
-from services.lineup import rollout_posts
-from services.placement import VARIABLE, placement, visible_gpus
 from services.serve import save_config
 
 if TYPE_CHECKING:

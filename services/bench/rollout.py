@@ -15,10 +15,10 @@ from services.bench.bed import clean_folder, shape_settings, told
 from services.bench.load import Load
 from services.bench.report import keep, spread, write
 from services.bench.stand_in import rollout_service
+from services.commands.lineup import rollout_posts
+from services.commands.placement import placement, visible_gpus
 from services.compose import load_config
 from services.errors import OffbeatError
-from services.lineup import rollout_posts
-from services.placement import placement, visible_gpus
 from services.serve import save_config
 
 if TYPE_CHECKING:

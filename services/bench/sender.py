@@ -11,11 +11,11 @@ import torch
 
 import protos
 from services.errors import OffbeatError
-from services.pushing import Pusher
-from services.reach import reach_of_device
-from trainer.model import load_model
-from trainer.outgoing import Outgoing
-from trainer.weights import Broadcaster
+from services.pushes.pushing import Pusher
+from services.pushes.reach import reach_of_device
+from trainer.model.load import load_model
+from trainer.pushes.outgoing import Outgoing
+from trainer.pushes.weights import Broadcaster
 
 if TYPE_CHECKING:
     from services.config import Config

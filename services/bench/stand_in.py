@@ -15,14 +15,14 @@ import grpc
 
 import protos
 from services.channel import SERVER_OPTIONS
+from services.commands.lineup import rollout_posts
 from services.errors import OffbeatError
 from services.launch import environment, tail
-from services.lineup import rollout_posts
 from services.roster import Member
 
 if TYPE_CHECKING:
+    from services.commands.lineup import Post
     from services.config import Config
-    from services.lineup import Post
 
 START_SECONDS = 400.0
 LEAVE_SECONDS = 20.0

@@ -14,9 +14,9 @@ from services.bench.bed import shape_settings, told
 from services.bench.report import keep, write
 from services.bench.train_figures import tables
 from services.bench.train_rows import MODULES, Row
+from services.commands.placement import visible_gpus
 from services.compose import load_config
 from services.errors import OffbeatError
-from services.placement import visible_gpus
 
 if TYPE_CHECKING:
     from services.config import Config

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.kit import Run, make_run
-from trainer.tiny import make_tiny_qwen3
+from trainer.small.tiny import make_tiny_qwen3
 
 StartRun = Callable[..., Run]
 

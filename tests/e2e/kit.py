@@ -22,12 +22,12 @@ import grpc
 import yaml
 
 import protos
-from services.book import Batch
+from services.commands.inline import run_all
 from services.compose import load_config
 from services.config import Config
-from services.inline import run_all
 from services.launch import Launcher, prepare_folder, tail
-from services.ledger import Ledger
+from services.records.book import Batch
+from services.records.ledger import Ledger
 
 POLL_SECONDS = 0.05
 RUN_SECONDS = 90.0

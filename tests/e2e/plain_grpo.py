@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import protos
 from protos.arrays import from_array
-from services.book import Batch
+from services.records.book import Batch
 
 Estimate = Callable[[list[protos.Trajectory]], Sequence[float | Tensor]]
 """The samples of a batch -> an advantage, or one for each token, for each of those that are trained on."""

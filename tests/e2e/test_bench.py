@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli import app
-from trainer.shapes import make_shape
+from trainer.small.shapes import make_shape
 
 SMALL = ["rollout.threads=1", "trainer.threads=1"]
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli import app
-from trainer.shapes import make_shape
+from trainer.small.shapes import make_shape
 
 SMALL = ["--shape", "tiny", "--sequence", "96", "--prompt-tokens", "32", "--micro-batches", "2", "--steps", "2"]
 SMALL += ["--warm-steps", "1", "trainer.threads=1"]

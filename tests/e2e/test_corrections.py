@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.book import Batch
+from services.records.book import Batch
 from tests.e2e.conftest import StartRun
 from tests.e2e.kit import Run, assert_effectively_once
 

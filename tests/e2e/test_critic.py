@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from services.export import export_model
+from services.commands.export import export_model
 from tests.e2e.conftest import StartRun
 from tests.e2e.kit import Run, assert_effectively_once, make_run
 from tests.e2e.test_metric_names import documented

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import protos
 from protos.arrays import from_array
-from services.book import Batch
+from services.records.book import Batch
 from tests.e2e.conftest import StartRun
 from tests.e2e.kit import BATCH, PROMPTS, REWARDS, Run, assert_effectively_once, make_run
 from tests.e2e.plain_grpo import loss_of, next_logprobs, over_greedy, train

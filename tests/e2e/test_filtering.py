@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from services.book import Batch
+from services.records.book import Batch
 from tests.e2e.conftest import StartRun
 from tests.e2e.kit import REWARDS, assert_effectively_once
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from protos.arrays import from_array
-from services.export import export_model
-from services.lineup import lineup
+from services.commands.export import export_model
+from services.commands.lineup import lineup
 from tests.e2e.conftest import StartRun
 from tests.e2e.kit import Run, assert_effectively_once
 

@@ -15,9 +15,9 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.export import export_model
-from services.sft import run_sft
-from services.sft_compose import load_sft_config
+from services.commands.export import export_model
+from services.supervised.command import run_sft
+from services.supervised.compose import load_sft_config
 from tests.e2e.kit import assert_effectively_once, make_run
 from tests.e2e.test_commands import OFFBEAT
 

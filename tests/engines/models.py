@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from trainer.char_tokenizer import char_tokenizer
 from trainer.reference import ReferencePolicy
+from trainer.small.char_tokenizer import char_tokenizer
 
 MAX_MODEL_LEN = 768
 

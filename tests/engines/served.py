@@ -13,11 +13,11 @@ from rollout.engine import Completion, Engine, Request, UpdateMode
 from rollout.engines import load
 from rollout.sampling import SamplingParams
 from tests.engines.models import MAX_MODEL_LEN
-from trainer.lora import low_rank_weights
-from trainer.lora_config import LoraConfig
-from trainer.lora_push import outgoing_of
-from trainer.outgoing import Outgoing
-from trainer.weights import Broadcaster, Crew, Receiving
+from trainer.adapters.lora import low_rank_weights
+from trainer.adapters.push import outgoing_of
+from trainer.configs.lora import LoraConfig
+from trainer.pushes.outgoing import Outgoing
+from trainer.pushes.weights import Broadcaster, Crew, Receiving
 
 SECONDS = 180.0
 PUSH_SECONDS = 20.0

@@ -9,8 +9,8 @@ from rollout.engine import TransferFailed
 from tests.engines.models import changed, read_model
 from tests.engines.served import Served
 from tests.engines.test_pushes import assert_serves
-from trainer.lora import adapter_weights, attach_adapter
-from trainer.lora_config import LoraConfig
+from trainer.adapters.lora import adapter_weights, attach_adapter
+from trainer.configs.lora import LoraConfig
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.filterwarnings("default")]
 TARGETS = [pytest.param("all-linear", id="all"), pytest.param(("k_proj", "up_proj"), id="parts of fused layers")]

@@ -11,7 +11,7 @@ from rollout.engine import Completion, Request, TransferFailed, UpdateMode
 from rollout.sampling import StopReason
 from tests.engines.models import greedy_tokens, logprobs_after_keep, trainer_logprobs
 from tests.engines.served import LONG, Served, text_ids, tokens_of, version_spans
-from trainer.outgoing import Outgoing
+from trainer.pushes.outgoing import Outgoing
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.filterwarnings("default")]
 TEXTS = ("1", "12+34=", "7*8=56\n9-", "0" * 40)

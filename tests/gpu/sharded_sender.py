@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from protos import BeginPushRequest
-from services.transports import WIRE
-from trainer.outgoing import Outgoing
-from trainer.weights import Broadcaster, Crew, Receiving
+from services.pushes.transports import WIRE
+from trainer.pushes.outgoing import Outgoing
+from trainer.pushes.weights import Broadcaster, Crew, Receiving
 
 BUCKET_BYTES = 4 * 2**20
 SECONDS = 30.0

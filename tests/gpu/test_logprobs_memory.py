@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.logprobs import score_tokens
+from trainer.model.logprobs import score_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 TOKENS, VOCABULARY = 32_768, 151_936

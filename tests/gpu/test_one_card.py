@@ -19,10 +19,10 @@ from rollout.sampling import SamplingParams
 from tests.e2e.kit import Run, assert_effectively_once, make_run
 from tests.unit.trainer.test_step import trajectories
 from trainer.config import AlgorithmConfig, TrainerConfig
-from trainer.model import load_model
+from trainer.configs.update import OptimizerConfig
+from trainer.model.load import load_model
+from trainer.small.tiny import TinyShape, make_tiny_qwen3
 from trainer.step import Learner
-from trainer.tiny import TinyShape, make_tiny_qwen3
-from trainer.update_config import OptimizerConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 SHAPE = TinyShape(

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from trainer.attention import NAME, sequence_arguments
-from trainer.padded_attention import padded_attention
-from trainer.varlen_attention import HAS_KERNEL, kernel_takes, varlen_attention
+from trainer.attention.packed import NAME, sequence_arguments
+from trainer.attention.padded import padded_attention
+from trainer.attention.varlen import HAS_KERNEL, kernel_takes, varlen_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 LENGTHS = [700, 512, 129, 40, 1]

@@ -16,7 +16,7 @@ import torch
 from protos import BeginPushRequest
 from tests.gpu.sharded_sender import SECONDS, make_model, next_version, outgoing_of
 from tests.gpu.test_transfers import Other, receiver_on
-from trainer.outgoing import Outgoing
+from trainer.pushes.outgoing import Outgoing
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,9 +19,9 @@ import torch
 from protos import BeginPushRequest
 from protos.buckets import checksum
 from protos.tensors import checksums
-from services.transports import WIRE
-from trainer.outgoing import Outgoing
-from trainer.weights import Broadcaster, Crew, Receiving
+from services.pushes.transports import WIRE
+from trainer.pushes.outgoing import Outgoing
+from trainer.pushes.weights import Broadcaster, Crew, Receiving
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()

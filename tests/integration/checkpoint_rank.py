@@ -19,22 +19,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.integration.learner_rank import trajectories
+from trainer.adapters.lora import attach_adapter
 from trainer.checkpoints.failure import CheckpointFailed
 from trainer.checkpoints.restore import restore
 from trainer.checkpoints.snapshot import Snapshot, snapshot
 from trainer.checkpoints.store import CheckpointStore
 from trainer.checkpoints.trained import parts_of
 from trainer.config import AlgorithmConfig, CheckpointConfig, TrainerConfig
-from trainer.critic import load_critic
-from trainer.critic_config import CriticConfig, CriticOptimizerConfig
-from trainer.lora import attach_adapter
-from trainer.lora_config import LoraConfig
-from trainer.model import load_model
+from trainer.configs.critic import CriticConfig, CriticOptimizerConfig
+from trainer.configs.lora import LoraConfig
+from trainer.configs.parallel import ParallelConfig
+from trainer.configs.update import OptimizerConfig
+from trainer.critic.model import load_critic
+from trainer.model.load import load_model
 from trainer.parallel import Ranks
 from trainer.parallel.start import seat, start
-from trainer.parallel_config import ParallelConfig
 from trainer.step import Learner
-from trainer.update_config import OptimizerConfig
 
 STEP = 2
 

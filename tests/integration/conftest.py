@@ -9,7 +9,7 @@ import torch
 
 from services import faults
 from services.config import Config
-from trainer.tiny import TinyShape, make_tiny_qwen3
+from trainer.small.tiny import TinyShape, make_tiny_qwen3
 
 torch.set_num_threads(1)
 SHAPE = TinyShape(

@@ -12,13 +12,13 @@ from typing import Any
 import grpc
 
 import protos
-from services.book import Book
 from services.config import Config
-from services.evaluating import Evaluating
-from services.generation import Generation
-from services.journalist import Journalist
+from services.evaluation.evaluating import Evaluating
+from services.records.book import Book
+from services.records.journalist import Journalist
 from services.roster import Roster
-from services.routing import Routing
+from services.stages.generation import Generation
+from services.stages.routing import Routing
 from tests.integration.kit import member, serving, until
 from tests.integration.test_leases import Clock, Engine
 from tests.unit.services.life import Silence, made_trajectory

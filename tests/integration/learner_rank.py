@@ -14,13 +14,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trainer.batch import Trajectory
 from trainer.config import AlgorithmConfig, TrainerConfig
-from trainer.critic import ValueModel
-from trainer.critic_config import CriticConfig
-from trainer.model import pick_device
+from trainer.configs.critic import CriticConfig
+from trainer.configs.parallel import ParallelConfig
+from trainer.configs.update import OptimizerConfig
+from trainer.critic.model import ValueModel
+from trainer.model.load import pick_device
 from trainer.parallel.start import own_device, seat, start
-from trainer.parallel_config import ParallelConfig
 from trainer.step import Learner
-from trainer.update_config import OptimizerConfig
 
 VOCABULARY = 17
 

@@ -10,15 +10,15 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tests.integration.learner_rank import trajectories
+from trainer.adapters.lora import attach_adapter
+from trainer.adapters.push import outgoing_of
 from trainer.config import AlgorithmConfig, TrainerConfig
-from trainer.lora import attach_adapter
-from trainer.lora_config import LoraConfig
-from trainer.lora_push import outgoing_of
-from trainer.model import load_model
+from trainer.configs.lora import LoraConfig
+from trainer.configs.parallel import ParallelConfig
+from trainer.configs.update import OptimizerConfig
+from trainer.model.load import load_model
 from trainer.parallel.start import seat, start
-from trainer.parallel_config import ParallelConfig
 from trainer.step import Learner
-from trainer.update_config import OptimizerConfig
 
 
 def main() -> None:

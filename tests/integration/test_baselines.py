@@ -8,9 +8,9 @@ import pytest
 
 import protos
 from protos.arrays import from_array
-from services.book import State
 from services.config import Config
-from services.generation import greedy
+from services.records.book import State
+from services.stages.generation import greedy
 from tests.integration import kit
 from tests.integration.kit import SAMPLING, serving, until
 from tests.integration.test_filtering import RUN, Scene

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from services.export import export_model
+from services.commands.export import export_model
 from trainer.checkpoints.search import newest_whole
 from trainer.checkpoints.whole import whole_tensors
 

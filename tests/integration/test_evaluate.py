@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from services.cli import app
-from services.verdicts import pass_at_k
+from services.evaluation.verdicts import pass_at_k
 
 REWARD = """
 def even(item):

@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 import protos
-from services.book import State
 from services.config import Config
+from services.records.book import State
 from tests.integration.evaluation_kit import CREDIT, Scene, answer, evaluation_leases, playing, training_leases
 from tests.integration.kit import until
 from tests.integration.test_leases import new_engine

@@ -8,14 +8,14 @@ import pytest
 from pydantic import ValidationError
 
 import protos
-from services.book import Book, Group
 from services.config import Config
-from services.ledger import Ledger
-from services.recovery import recover
+from services.records.book import Book, Group
+from services.records.ledger import Ledger
+from services.records.recovery import recover
 from services.roster import Member, Roster
-from services.routing import Routing
-from services.sharing import Sharing
-from services.training import Training
+from services.stages.routing import Routing
+from services.stages.sharing import Sharing
+from services.stages.training import Training
 from tests.integration.kit import serving, until
 from tests.integration.test_turns import Trainer, member
 from tests.unit.services.life import made_trajectory
@@ -79,7 +79,7 @@ class Scene:
         self.book.push(push.policy_version)
 
     def accept(self) -> list[Group]:
-        """All the groups that may begin now, as services/generation.py asks."""
+        """All the groups that may begin now, as services/stages/generation.py asks."""
         found = []
         while self.routing.may_accept(self.server.policy_version):
             found.append(self.book.accept(protos.Prompt(text="1+1=")))

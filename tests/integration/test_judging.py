@@ -13,9 +13,9 @@ import pytest
 
 import protos
 from protos.arrays import to_array
-from services.book import Book, Sample, State
-from services.judging import Judging
-from services.referring import Referring
+from services.records.book import Book, Sample, State
+from services.stages.judging import Judging
+from services.stages.referring import Referring
 from tests.integration.kit import member, serving, until
 from tests.unit.services.life import Silence, made_trajectory
 

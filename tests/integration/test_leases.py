@@ -9,12 +9,12 @@ import grpc
 import pytest
 
 import protos
-import services.link
-from services.book import Book, Sample, State
-from services.generation import Generation, within_budget
-from services.link import Link
+import services.stages.link
+from services.records.book import Book, Sample, State
 from services.roster import Roster
-from services.routing import Routing
+from services.stages.generation import Generation, within_budget
+from services.stages.link import Link
+from services.stages.routing import Routing
 from tests.integration.kit import member, serving, until
 from tests.unit.services.life import Silence, made_trajectory
 
@@ -226,7 +226,7 @@ async def test_a_permanent_nack_puts_aside_and_another_gives_back() -> None:
 
 
 async def test_a_peer_that_is_not_there_ends_the_link_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services.link, "OPEN_SECONDS", 0.2)
+    monkeypatch.setattr(services.stages.link, "OPEN_SECONDS", 0.2)
     async with serving() as address:
         pass
     ended: list[str] = []

@@ -15,11 +15,11 @@ from services.rollout import RolloutService
 from tests.integration.conftest import SHAPE
 from tests.integration.kit import channel_to, lease, talking
 from tests.integration.test_push import MakeConfig, addresses, holds, new_pusher, servers
-from trainer.lora import adapter_weights, attach_adapter
-from trainer.lora_config import LoraConfig
-from trainer.lora_push import outgoing_of
-from trainer.outgoing import Outgoing
-from trainer.tiny import make_tiny_qwen3
+from trainer.adapters.lora import adapter_weights, attach_adapter
+from trainer.adapters.push import outgoing_of
+from trainer.configs.lora import LoraConfig
+from trainer.pushes.outgoing import Outgoing
+from trainer.small.tiny import make_tiny_qwen3
 
 
 def trained(folder: Path, *, seed: int = 5, **settings: Any) -> Any:

@@ -14,11 +14,11 @@ import protos
 from protos.arrays import from_array
 from services import faults
 from services.config import Config
-from services.pushing import ATTEMPTS, Pusher
+from services.pushes.pushing import ATTEMPTS, Pusher
 from services.rollout import RolloutService
 from tests.integration.kit import ENDLESS, attendance, bind, channel_to, lease, running, serving, talking, until
-from trainer.outgoing import Outgoing
-from trainer.weights import Broadcaster
+from trainer.pushes.outgoing import Outgoing
+from trainer.pushes.weights import Broadcaster
 
 MakeConfig = Callable[..., Config]
 

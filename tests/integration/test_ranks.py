@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoints.trained import parts_of
 from trainer.config import TrainerConfig
-from trainer.loading import load_trained
-from trainer.lora_config import LoraConfig
-from trainer.parallel_config import ParallelConfig
-from trainer.supervised import SupervisedLearner
-from trainer.supervised_batch import Example
+from trainer.configs.lora import LoraConfig
+from trainer.configs.parallel import ParallelConfig
+from trainer.parallel.loading import load_trained
+from trainer.supervised.batch import Example
+from trainer.supervised.step import SupervisedLearner
 
 RANK_CODE = Path(__file__).with_name("learner_rank.py")
 Told = tuple[list[dict[str, float]], dict[str, torch.Tensor]]

@@ -8,12 +8,12 @@ from typing import Any
 
 import protos
 from services.config import Config
-from services.pushing import Pusher
-from services.rolling import Rota, roll
+from services.pushes.pushing import Pusher
+from services.pushes.rolling import Rota, roll
 from services.rollout import RolloutService
 from tests.integration.kit import ENDLESS, attendance, bind, channel_to, lease, running, serving, talking, until
 from tests.integration.test_push import addresses, holds, new_pusher, outgoing_of, servers
-from trainer.weights import Receiving
+from trainer.pushes.weights import Receiving
 
 MakeConfig = Callable[..., Config]
 

@@ -11,8 +11,8 @@ import protos
 from protos.arrays import from_array
 from services import faults
 from services.config import Config
-from services.intake import all_finite, refuse
 from services.rollout import RolloutService
+from services.stages.intake import all_finite, refuse
 from tests.integration.kit import ENDLESS, SAMPLING, Talk, attendance, bind, channel_to, lease, running, talking, until
 
 MakeConfig = Callable[..., Config]

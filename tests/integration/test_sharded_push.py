@@ -22,8 +22,8 @@ from services.rollout import RolloutService
 from tests.integration.conftest import SHAPE
 from tests.integration.test_push import servers, status_of
 from tests.integration.trainer_rank import BUCKET_BYTES, changed_model
-from trainer.outgoing import Outgoing
-from trainer.tiny import make_tiny_qwen3
+from trainer.pushes.outgoing import Outgoing
+from trainer.small.tiny import make_tiny_qwen3
 
 MakeConfig = Callable[..., Config]
 DEADLINE_SECONDS = 20.0

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 import protos
-from services.book import Book
 from services.config import Config
-from services.ledger import Ledger
 from services.loading import alone_on_card
+from services.records.book import Book
+from services.records.ledger import Ledger
 from services.rollout import RolloutService
 from services.roster import Member
-from services.sharing import Sharing
-from services.training import Training
+from services.stages.sharing import Sharing
+from services.stages.training import Training
 from tests.integration.kit import attendance, bind, running, serving, until
 from tests.unit.services.life import made_trajectory
 

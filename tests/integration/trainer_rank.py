@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM
 
 import protos
 from protos import groups
-from services.pushing import Pusher
-from trainer.gather import Fill, GatherFailed
-from trainer.outgoing import Outgoing
-from trainer.weights import Broadcaster
+from services.pushes.pushing import Pusher
+from trainer.pushes.gather import Fill, GatherFailed
+from trainer.pushes.outgoing import Outgoing
+from trainer.pushes.weights import Broadcaster
 
 BUCKET_BYTES = 10_000
 

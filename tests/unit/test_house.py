@@ -25,8 +25,8 @@ HOME = Path(__file__).resolve().parents[2]
 ROOMS = ("trainer", "rollout", "reward")
 FLOORS = (*ROOMS, "services", "protos", "deploy", "tests")
 CONFIGS = (
-    *(str(path.relative_to(HOME)) for room in ROOMS for path in sorted((HOME / room).rglob("*config.py"))),
-    *("trainer/plugins.py", "trainer/section.py"),
+    *(str(path.relative_to(HOME)) for room in ROOMS for path in sorted((HOME / room).rglob("config.py"))),
+    *(str(path.relative_to(HOME)) for path in sorted((HOME / "trainer/configs").glob("*.py"))),
 )
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

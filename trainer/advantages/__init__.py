@@ -18,7 +18,7 @@ from trainer.advantages.rloo import rloo
 from trainer.advantages.tir_optimal_token_baseline import tir_optimal_token_baseline
 from trainer.advantages.types import AdvantageInputs, AdvantageOptions, AdvantageOutputs, Estimator
 from trainer.config import ESTIMATOR
-from trainer.plugins import load
+from trainer.configs.plugins import load
 
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": grpo,

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.adapter_files import ADAPTER_CONFIG, adapter_config
+from trainer.adapters.files import ADAPTER_CONFIG, adapter_config
+from trainer.adapters.lora import located
 from trainer.checkpoints.shards import Shard, own_shards
 from trainer.checkpoints.trained import parts_of
 from trainer.config import TrainerConfig
-from trainer.lora import located
-from trainer.model import CONFIG_FILES, model_files, model_folder
+from trainer.model.load import CONFIG_FILES, model_files, model_folder
 from trainer.randomness import random_states
 from trainer.step import Learner
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.adapter_files import ADAPTER_PART, saved_adapter
+from trainer.adapters.files import ADAPTER_PART, saved_adapter
 from trainer.step import Learner
 
 Parts = dict[str, dict[str, Tensor]]

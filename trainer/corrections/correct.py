@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.batch import Batch, Trajectory
-from trainer.correction_config import CorrectionConfig
+from trainer.configs.correction import CorrectionConfig
 from trainer.corrections.ratio import effective_sample_share
 from trainer.corrections.rejection import kept_by, statistic
 from trainer.corrections.second_moment import second_moment_mask

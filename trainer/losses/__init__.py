@@ -3,6 +3,7 @@
 from functools import cache
 
 from trainer.config import LOSS
+from trainer.configs.plugins import load
 from trainer.losses.bypass import bypass
 from trainer.losses.cispo import cispo
 from trainer.losses.clip_cov import clip_cov
@@ -16,7 +17,6 @@ from trainer.losses.kl_cov import kl_cov
 from trainer.losses.ppo import vanilla
 from trainer.losses.sapo import sapo
 from trainer.losses.types import Denominators, LossInputs, LossOptions, LossOutputs, PolicyLoss
-from trainer.plugins import load
 
 LOSSES: dict[str, PolicyLoss] = {
     "vanilla": vanilla,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trainer.correction_config import CorrectionConfig
+from trainer.configs.correction import CorrectionConfig
 from trainer.corrections import bounded, importance_weights, kept_by, normalized, statistic
 from trainer.losses.diagnostics import ratio_metrics
 from trainer.losses.ppo import policy_loss, vanilla

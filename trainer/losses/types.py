@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from torch import Generator, Tensor
 
-from trainer.correction_config import CorrectionConfig
+from trainer.configs.correction import CorrectionConfig
 from trainer.metrics import Metric
 
 

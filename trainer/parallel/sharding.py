@@ -5,8 +5,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from trainer.layers import repeated_layers
-from trainer.parallel_config import ParallelConfig
+from trainer.configs.parallel import ParallelConfig
+from trainer.model.layers import repeated_layers
 
 
 def shard(policy: nn.Module, mesh: DeviceMesh, config: ParallelConfig, *, offload: bool) -> None:

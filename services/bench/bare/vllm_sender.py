@@ -12,7 +12,7 @@ def work(job: Job) -> Answer:
     import torch
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-    from trainer.model import load_model
+    from trainer.model.load import load_model
 
     trainer = config_of(job).trainer
     model = load_model(trainer.model, dtype=trainer.dtype, attn_implementation="sdpa", device="cuda:0")

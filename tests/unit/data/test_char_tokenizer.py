@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trainer.char_tokenizer import ARITHMETIC_ALPHABET, byte_tokenizer, char_tokenizer
+from trainer.small.char_tokenizer import ARITHMETIC_ALPHABET, byte_tokenizer, char_tokenizer
 
 EVERYTHING = 'Ann\'s caf\u00e9 sells 12 cakes at $3.50.\n\tWhat is "50%" of that? \U0001f600'
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deploy.recipes.plain_loop import Batch, group_advantages, learning_rate_share, policy_loss
-from trainer.tiny import make_tiny_qwen3
+from trainer.small.tiny import make_tiny_qwen3
 
 ROOT = Path(__file__).parents[3]
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rollout.datasets import DataConfig, PromptRow, load_rows
 from rollout.datasets.layouts import RowError, row_of
 from rollout.datasets.random import clipped_mean, clipped_mu, random_rows
-from trainer.shapes import SHAPES, make_shape
+from trainer.small.shapes import SHAPES, make_shape
 
 
 def data(**values: object) -> DataConfig:

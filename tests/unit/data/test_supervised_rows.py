@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from rollout.datasets import DataConfig, load_rows
 from rollout.tokens import PromptEncoder
-from trainer.tiny import make_tiny_qwen3
+from trainer.small.tiny import make_tiny_qwen3
 
 ANSWER = "She has 2 + 3 = <<2+3=5>>5 clips.\n#### 5"
 CHAT = [{"role": "user", "content": "1+1?"}]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.char_tokenizer import char_tokenizer
-from trainer.tiny import TinyShape, make_tiny_qwen3
-from trainer.warmstart import collate, greedy_accuracy, warm_start
+from trainer.small.char_tokenizer import char_tokenizer
+from trainer.small.tiny import TinyShape, make_tiny_qwen3
+from trainer.small.warmstart import collate, greedy_accuracy, warm_start
 
 TINY = TinyShape(
     hidden_size=32,

@@ -10,9 +10,9 @@ import torch
 
 from trainer.advantages import AdvantageInputs, AdvantageOptions, estimator_of
 from trainer.config import ADVANTAGE_ESTIMATORS, ESTIMATOR, POLICY_LOSSES, AlgorithmConfig
-from trainer.kl_config import KL_ALIASES, KL_ESTIMATORS
-from trainer.plugins import declares
-from trainer.update_config import AGGREGATIONS
+from trainer.configs.kl import KL_ALIASES, KL_ESTIMATORS
+from trainer.configs.plugins import declares
+from trainer.configs.update import AGGREGATIONS
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "algorithms.md").read_text()
 

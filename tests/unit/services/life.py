@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import protos
 from protos.arrays import to_array
-from services.book import Batch, Book, Group, Journal, Sample, State
+from services.records.book import Batch, Book, Group, Journal, Sample, State
 from services.roster import Roster
-from services.routing import Routing
+from services.stages.routing import Routing
 
 GROUP_SIZE = 3
 PROMPTS_PER_STEP = 2
@@ -243,7 +243,7 @@ class LifeOfSamples(RuleBasedStateMachine):
     @precondition(lambda self: self.book.recorded_step > 0)
     @rule(lost=st.integers(-1, 3))
     def trainer_comes_back(self, lost: int) -> None:
-        """With the weights of an earlier step, or of one whose report was lost; as services/training.py does it."""
+        """With the weights of an earlier step, or of one whose report was lost, as services/stages/training.py."""
         version = min(max(self.book.trained_step - lost, 0), self.book.recorded_step)
         self.book.rewind(version, self.recorded_after(version))
         self.pushed = min(self.pushed, version)

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 
 import protos
-from services.book import Book, Group, Journal, Sample, State
 from services.compose import load_config
-from services.filtering import has_equal_rewards
-from services.generation import greedy, within_budget
-from services.ledger import Ledger
-from services.recovery import recover
+from services.records.book import Book, Group, Journal, Sample, State
+from services.records.ledger import Ledger
+from services.records.recovery import recover
 from services.roster import Member, Roster
-from services.routing import Routing
+from services.stages.filtering import has_equal_rewards
+from services.stages.generation import greedy, within_budget
+from services.stages.routing import Routing
 from tests.unit.services.life import Silence, made_trajectory
 from tests.unit.services.test_compose import problems_of, recipe_file
 

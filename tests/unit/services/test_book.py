@@ -6,7 +6,7 @@ from hypothesis import settings
 
 import protos
 from protos.arrays import to_array
-from services.book import Book, Group, Journal, Sample, State
+from services.records.book import Book, Group, Journal, Sample, State
 from tests.unit.services.life import BOUND, LifeOfSamples, Silence, made_trajectory
 
 

@@ -10,7 +10,7 @@ import yaml
 from services.compose import RECIPES, load_config, load_json, override_section
 from services.config import Config
 from services.errors import ConfigError
-from services.sft_compose import is_supervised, load_sft_config
+from services.supervised.compose import is_supervised, load_sft_config
 from trainer.config import ADVANTAGE_ESTIMATORS
 
 RECIPE = """\

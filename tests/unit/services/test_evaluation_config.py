@@ -6,7 +6,7 @@ import pytest
 
 from rollout.datasets import load_rows
 from rollout.datasets.config import DataConfig
-from services.evaluation_config import EvaluationConfig
+from services.configs.evaluation import EvaluationConfig
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import numpy as np
 
 import protos
 from protos.arrays import to_array
-from services.trainer_work import from_wire
+from services.ranks.work import from_wire
 
 
 def test_the_trainer_sees_the_reward_and_what_it_is_made_of() -> None:

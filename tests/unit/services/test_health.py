@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 import protos
-from services.book import Batch
-from services.health import Health, figures, means
+from services.records.book import Batch
 from services.roster import Roster
+from services.stages.health import Health, figures, means
 
 FRESH, OLD = 0, 1
 LIMIT = 0.1

@@ -7,7 +7,7 @@ import pytest
 
 import protos
 from protos.arrays import to_array
-from services.intake import all_finite, refuse, refuse_reference
+from services.stages.intake import all_finite, refuse, refuse_reference
 
 
 def good(num_tokens: int = 3) -> protos.Trajectory:

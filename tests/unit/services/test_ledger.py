@@ -15,9 +15,9 @@ from hypothesis.stateful import precondition, rule
 
 import protos
 from protos.arrays import to_array
-from services.book import Batch, Book, Journal, Sample, State
-from services.ledger import Ledger, key_of, row_id
-from services.recovery import recover
+from services.records.book import Batch, Book, Journal, Sample, State
+from services.records.ledger import Ledger, key_of, row_id
+from services.records.recovery import recover
 from tests.unit.services.life import LifeOfSamples, made_trajectory
 
 
@@ -271,9 +271,9 @@ async def test_a_full_disk_is_heard_by_whoever_waits_and_nothing_is_written_afte
         connection.execute("PRAGMA max_page_count = 40")  # SQLite itself then says that the disk is full
         return connection
 
-    from services.commit import connect
+    from services.records.commit import connect
 
-    monkeypatch.setattr("services.commit.connect", on_a_small_disk)
+    monkeypatch.setattr("services.records.commit.connect", on_a_small_disk)
     ledger = make_ledger()
     book = new_book(ledger)
     train_steps(book, 1)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from services import lineup as room
+from services.commands import lineup as room
+from services.commands.lineup import Post, check_interpreters, interpreter, lineup
 from services.compose import load_config
 from services.config import Config
 from services.errors import ConfigError
-from services.lineup import Post, check_interpreters, interpreter, lineup
 
 KL = ("trainer.algorithm.kl_use=loss", "trainer.algorithm.kl_coef=0.1", "reference.enabled=false")
 FLEET = "[{count: 2, rollout: {max_num_seqs: 4, threads: 3}}, {engine: hf, python: %s}]"

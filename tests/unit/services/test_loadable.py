@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.export import loadable
+from services.commands.export import loadable
 
 TRAINING = ("manifest.json", "optimizer.safetensors", "state.json")
 CHECKPOINT = ("config.json", "model.safetensors", "tokenizer.json", *TRAINING)

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from services.commands.placement import placement, visible_gpus
 from services.config import Config
 from services.errors import ConfigError
-from services.placement import placement, visible_gpus
 
 FOUR = ("0", "1", "2", "3")
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import protos
-from services.pushing import Pusher
-from services.rolling import Rota, merged, roll
+from services.pushes.pushing import Pusher
+from services.pushes.rolling import Rota, merged, roll
 
 
 def test_a_crew_is_no_larger_than_allowed_and_without_a_limit_there_is_one() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 import protos
-from services.book import Book
+from services.records.book import Book
 from services.roster import Member, Roster
-from services.routing import Routing
+from services.stages.routing import Routing
 from tests.unit.services.life import Silence, made_trajectory
 
 STEP = 4

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.generation import seed_of
+from services.stages.generation import seed_of
 
 
 def test_known_seeds_stay_what_they_are() -> None:

@@ -10,14 +10,14 @@ import pytest
 import yaml
 
 from rollout.tokens import PromptEncoder
-from services.candidate import compose
+from services.commands.candidate import compose
 from services.compose import load_config
 from services.errors import ConfigError
-from services.sft import check_gpus
-from services.sft_compose import is_supervised, load_sft_config
-from services.sft_rows import sft_rows
-from services.sft_run import keep_until
-from trainer.tiny import make_tiny_qwen3
+from services.supervised.command import check_gpus
+from services.supervised.compose import is_supervised, load_sft_config
+from services.supervised.rows import sft_rows
+from services.supervised.run import keep_until
+from trainer.small.tiny import make_tiny_qwen3
 
 RECIPE: dict[str, Any] = {
     "tiny": {"preset": "demo"},

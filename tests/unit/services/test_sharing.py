@@ -8,10 +8,10 @@ import grpc
 import pytest
 
 import protos
-from services.book import Book, Group
 from services.errors import PeerError, PeerUnavailable
+from services.records.book import Book, Group
 from services.roster import Card, Member
-from services.sharing import Sharing
+from services.stages.sharing import Sharing
 from tests.unit.services.life import Silence
 
 

@@ -1,6 +1,6 @@
 """Which transports reach a server, best first."""
 
-from services.transports import Reach, ladder, nccl_of, reach_of
+from services.pushes.transports import Reach, ladder, nccl_of, reach_of
 
 CPU = Reach(transports=frozenset({"gloo", "disk"}))
 CARDS = frozenset({"nccl", "ipc", "gloo", "disk"})

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from services.verdicts import Verdict, figures, majority_is_correct, pass_at_k, vote_of
+from services.evaluation.verdicts import Verdict, figures, majority_is_correct, pass_at_k, vote_of
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 import protos
-from services.view import Rates, line, panel
+from services.commands.view import Rates, line, panel
 
 
 def test_the_panel_shows_each_rollout_server_s_logprobs_beside_the_trainer_s_and_why_one_was_taken_out() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from services.errors import OffbeatError
 from services.vocabulary import check_same_tokens
-from trainer.char_tokenizer import byte_tokenizer, char_tokenizer
+from trainer.small.char_tokenizer import byte_tokenizer, char_tokenizer
 
 
 def test_a_reference_with_other_tokens_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -24,10 +24,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from trainer.attention import NAME, check_packable, packed_attention, sequence_arguments
-from trainer.model import load_model
-from trainer.padded_attention import MAX_PADDED_WORK, layout_of
-from trainer.tiny import make_tiny_qwen3
+from trainer.attention.packed import NAME, check_packable, packed_attention, sequence_arguments
+from trainer.attention.padded import MAX_PADDED_WORK, layout_of
+from trainer.model.load import load_model
+from trainer.small.tiny import make_tiny_qwen3
 
 LENGTHS = [70, 23, 9, 1]
 WINDOW = 8

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.unit.trainer.test_step import learner, trained, trajectories
-from trainer.baselines import baseline_metrics, baselines, split
 from trainer.batch import Trajectory
 from trainer.config import OverlongConfig
+from trainer.rewards.baselines import baseline_metrics, baselines, split
 
 GREEDY = (0.25, 0.75, 0.5, 0.0)
 

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trainer.batch import Trajectory, collate
+from trainer.model.policy import Policy
 from trainer.packing import micro_batch, pack
-from trainer.policy import Policy
 from trainer.reference import ReferencePolicy
 
 torch.set_num_threads(1)

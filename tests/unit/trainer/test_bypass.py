@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trainer.correction_config import CorrectionConfig, RejectionConfig
+from trainer.configs.correction import CorrectionConfig, RejectionConfig
 from trainer.losses import LOSSES, Denominators, LossInputs, LossOptions
 from trainer.metrics import Tally
 

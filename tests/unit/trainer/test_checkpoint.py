@@ -20,9 +20,9 @@ from trainer.checkpoints.restore import Restored, restore
 from trainer.checkpoints.snapshot import snapshot
 from trainer.checkpoints.store import CheckpointStore
 from trainer.config import AlgorithmConfig, CheckpointConfig, TrainerConfig
-from trainer.model import load_model, model_fingerprint, model_folder
+from trainer.configs.update import OptimizerConfig
+from trainer.model.load import load_model, model_fingerprint, model_folder
 from trainer.step import Learner
-from trainer.update_config import OptimizerConfig
 
 torch.set_num_threads(1)
 

@@ -17,7 +17,7 @@ from tests.unit.trainer.test_mismatch import by_server, fleet
 from tests.unit.trainer.test_step import learner, trained, trajectories
 from trainer.batch import Trajectory, collate
 from trainer.config import AlgorithmConfig
-from trainer.correction_config import REJECTION_STATISTICS, CorrectionConfig, RejectionConfig
+from trainer.configs.correction import REJECTION_STATISTICS, CorrectionConfig, RejectionConfig
 from trainer.corrections import (
     bounded,
     correct,

@@ -17,13 +17,13 @@ from trainer.checkpoints.restore import restore
 from trainer.checkpoints.snapshot import snapshot
 from trainer.checkpoints.store import CheckpointStore
 from trainer.config import AlgorithmConfig, CheckpointConfig, TrainerConfig
-from trainer.critic import ValueModel, load_critic
-from trainer.critic_config import CriticConfig
-from trainer.critic_updates import return_metrics
-from trainer.section import Section
+from trainer.configs.critic import CriticConfig
+from trainer.configs.section import Section
+from trainer.configs.update import OptimizerConfig
+from trainer.critic.model import ValueModel, load_critic
+from trainer.critic.updates import return_metrics
+from trainer.small.tiny import SHAPES, make_tiny_qwen3
 from trainer.step import Learner
-from trainer.tiny import SHAPES, make_tiny_qwen3
-from trainer.update_config import OptimizerConfig
 
 GAMMA, LAM, BOUND, KL = 0.95, 0.9, 2.0, 0.1
 torch.set_num_threads(1)

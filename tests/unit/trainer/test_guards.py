@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from trainer.guards import Alarm, Guards, Skip
-from trainer.guards_config import GuardsConfig
+from trainer.configs.guards import GuardsConfig
+from trainer.guarding.guards import Alarm, Guards, Skip
 
 NOBODY = torch.zeros(0, dtype=torch.int64)
 KEYS = ["0/0", "0/1", "1/0", "1/1"]

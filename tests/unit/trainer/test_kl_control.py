@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.kl_control import adapted
+from trainer.rewards.kl_control import adapted
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import sys
 import pytest
 from torch import nn
 
-from trainer.liger import use_liger
+from trainer.model.liger import use_liger
 
 
 def test_a_missing_package_is_told_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.fused_logprobs import EntropyMode
-from trainer.logprobs import TokenScores, are_best, score_logits, score_tokens
+from trainer.model.fused_logprobs import EntropyMode
+from trainer.model.logprobs import TokenScores, are_best, score_logits, score_tokens
 
 torch.set_num_threads(1)
 

@@ -11,12 +11,19 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from protos.tensors import named_views
-from trainer.lora import adapter_off, adapter_weights, attach_adapter, base_fingerprint, low_rank_weights, target_names
-from trainer.lora_config import LoraConfig
-from trainer.lora_push import outgoing_of
+from trainer.adapters.lora import (
+    adapter_off,
+    adapter_weights,
+    attach_adapter,
+    base_fingerprint,
+    low_rank_weights,
+    target_names,
+)
+from trainer.adapters.push import outgoing_of
+from trainer.configs.lora import LoraConfig
+from trainer.configs.update import OptimizerConfig
 from trainer.optimizer import build_optimizer
-from trainer.tiny import TinyShape, make_tiny_qwen3
-from trainer.update_config import OptimizerConfig
+from trainer.small.tiny import TinyShape, make_tiny_qwen3
 
 torch.set_num_threads(1)
 SHAPE = TinyShape(

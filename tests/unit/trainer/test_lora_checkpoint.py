@@ -14,20 +14,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from protos.tensors import named_views
-from services.export import export_model
+from services.commands.export import export_model
+from trainer.adapters.lora import attach_adapter
+from trainer.adapters.push import outgoing_of
 from trainer.batch import Trajectory
 from trainer.checkpoints.failure import CheckpointFailed
 from trainer.checkpoints.restore import restore
 from trainer.checkpoints.snapshot import snapshot
 from trainer.checkpoints.store import CheckpointStore
 from trainer.config import CheckpointConfig, TrainerConfig
-from trainer.lora import attach_adapter
-from trainer.lora_config import LoraConfig
-from trainer.lora_push import outgoing_of
-from trainer.model import load_model, model_fingerprint
+from trainer.configs.lora import LoraConfig
+from trainer.configs.update import OptimizerConfig
+from trainer.model.load import load_model, model_fingerprint
+from trainer.small.tiny import TinyShape, make_tiny_qwen3
 from trainer.step import Learner
-from trainer.tiny import TinyShape, make_tiny_qwen3
-from trainer.update_config import OptimizerConfig
 
 torch.set_num_threads(1)
 SHAPE = TinyShape(

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from trainer.adapters.lora import attach_adapter
 from trainer.batch import Trajectory
 from trainer.config import AlgorithmConfig, TrainerConfig
-from trainer.lora import attach_adapter
-from trainer.lora_config import LoraConfig
-from trainer.model import load_model
+from trainer.configs.lora import LoraConfig
+from trainer.configs.update import OptimizerConfig
+from trainer.model.load import load_model
 from trainer.reference import ReferencePolicy
+from trainer.small.tiny import TinyShape, make_tiny_qwen3
 from trainer.step import Learner
-from trainer.tiny import TinyShape, make_tiny_qwen3
-from trainer.update_config import OptimizerConfig
 
 torch.set_num_threads(1)
 SHAPE = TinyShape(

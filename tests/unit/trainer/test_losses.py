@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trainer.config import POLICY_LOSSES
+from trainer.configs.kl import KL_ESTIMATORS
+from trainer.configs.update import AGGREGATIONS
 from trainer.corrections import effective_sample_share, truncated_weights
-from trainer.kl_config import KL_ESTIMATORS
 from trainer.losses import LOSSES, Denominators, LossInputs, LossOptions
 from trainer.losses.aggregate import aggregate
 from trainer.losses.kl import kl_penalty
 from trainer.losses.objective import objective
 from trainer.metrics import Tally
-from trainer.update_config import AGGREGATIONS
 
 
 def rows(*values: list[float]) -> Tensor:

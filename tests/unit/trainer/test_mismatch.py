@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.unit.trainer.test_step import learner, tiny_model, trajectories
 from trainer.batch import Trajectory
-from trainer.mismatch import Mismatch, mismatches
+from trainer.guarding.mismatch import Mismatch, mismatches
 
 VERSION = 3
 

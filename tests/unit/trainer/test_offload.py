@@ -13,10 +13,10 @@ from trainer.checkpoints.restore import restore
 from trainer.checkpoints.snapshot import snapshot
 from trainer.checkpoints.store import CheckpointStore
 from trainer.config import AlgorithmConfig, CheckpointConfig, OffloadMode, TrainerConfig
-from trainer.offload import Offload
+from trainer.configs.update import OptimizerConfig
+from trainer.model.offload import Offload
 from trainer.optimizer import build_optimizer
 from trainer.step import Learner
-from trainer.update_config import OptimizerConfig
 
 torch.set_num_threads(1)
 MODES: tuple[OffloadMode, ...] = ("none", "optimizer", "all")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.configs.update import OptimizerConfig
 from trainer.optimizer import build_optimizer, learning_rate, update
-from trainer.update_config import OptimizerConfig
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 
 from protos.groups import RING, GlooGroup
 from protos.tensors import checksums, make_buffers, named_views
-from trainer.outgoing import Outgoing
+from trainer.pushes.outgoing import Outgoing
 
 SECONDS = 10.0
 

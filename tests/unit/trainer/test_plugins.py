@@ -13,8 +13,8 @@ from services.errors import ConfigError
 from tests.e2e.kit import write_recipe
 from trainer.advantages import AdvantageInputs, AdvantageOptions, AdvantageOutputs, estimator_of, has_token_baseline
 from trainer.config import CHECKED, ESTIMATOR, AlgorithmConfig
+from trainer.configs.plugins import PluginError, declares
 from trainer.losses import LossOutputs, learns_without_advantage, loss_of
-from trainer.plugins import PluginError, declares
 
 GOOD = """
 from trainer.advantages import AdvantageOutputs

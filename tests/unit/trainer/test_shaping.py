@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from tests.unit.trainer.test_step import learner, trained, trajectories
 from trainer.batch import Trajectory, collate
 from trainer.config import AlgorithmConfig, OverlongConfig
-from trainer.correction_config import CorrectionConfig
-from trainer.overlong import overlong_metrics, overlong_penalty
+from trainer.configs.correction import CorrectionConfig
 from trainer.randomness import step_generator
-from trainer.resampling import resample, resampling_metrics, resampling_weights
+from trainer.rewards.overlong import overlong_metrics, overlong_penalty
+from trainer.rewards.resampling import resample, resampling_metrics, resampling_weights
 
 
 def doubles(*values: float) -> torch.Tensor:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from services.export import export_model, loadable
+from services.commands.export import export_model, loadable
 from trainer import durable
 from trainer.checkpoints.blocks import PLACES, rank_file, stored
 from trainer.checkpoints.due import Due
@@ -20,7 +20,7 @@ from trainer.checkpoints.store import CheckpointStore
 from trainer.checkpoints.trained import parts_of
 from trainer.checkpoints.whole import whole_tensors, write_whole
 from trainer.config import CheckpointConfig, TrainerConfig
-from trainer.model import load_model
+from trainer.model.load import load_model
 from trainer.step import Learner
 
 torch.set_num_threads(1)

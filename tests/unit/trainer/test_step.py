@@ -16,10 +16,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from trainer.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions
 from trainer.batch import Trajectory
 from trainer.config import POLICY_LOSSES, AlgorithmConfig, TrainerConfig
-from trainer.critic import ValueModel
-from trainer.critic_config import CriticConfig
+from trainer.configs.critic import CriticConfig
+from trainer.configs.update import OptimizerConfig
+from trainer.critic.model import ValueModel
 from trainer.step import Learner
-from trainer.update_config import OptimizerConfig
 
 VOCABULARY = 17
 LOSS_OPTIONS: dict[str, dict[str, Any]] = {"dro": {"dro_beta": 0.1}}

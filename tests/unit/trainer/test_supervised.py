@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy
 
 from tests.unit.trainer.test_step import tiny_model, weights
 from trainer.config import TrainerConfig
-from trainer.supervised import SupervisedLearner
-from trainer.supervised_batch import Example, collate_examples
-from trainer.update_config import OptimizerConfig
+from trainer.configs.update import OptimizerConfig
+from trainer.supervised.batch import Example, collate_examples
+from trainer.supervised.step import SupervisedLearner
 
 LENGTHS = ((3, 1), (1, 5), (6, 2), (2, 7), (4, 4))
 """Prompt and response tokens."""

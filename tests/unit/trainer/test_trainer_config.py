@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from trainer.config import AlgorithmConfig, CheckpointConfig, TrainerConfig
-from trainer.update_config import OptimizerConfig
+from trainer.configs.update import OptimizerConfig
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainer.configs.update import AGGREGATIONS
 from trainer.losses.types import Denominators
 from trainer.losses.value import value_loss
 from trainer.metrics import Tally
-from trainer.update_config import AGGREGATIONS
 
 ONE = Denominators(tokens=1, sequences=1, samples=1, width=1)
 

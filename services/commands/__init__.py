@@ -1,0 +1,1 @@
+"""What stands behind the commands of `offbeat` that are not services."""

@@ -1,0 +1,1 @@
+"""Sections of a run's config that belong to no room."""

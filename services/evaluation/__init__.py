@@ -1,0 +1,1 @@
+"""Evaluation beside training, and what its figures mean."""

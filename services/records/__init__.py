@@ -1,0 +1,1 @@
+"""Where every sample is, and what the run tells of it: in memory, in SQLite, in JSON lines."""

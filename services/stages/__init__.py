@@ -1,0 +1,1 @@
+"""What the conductor does with a sample between its lease and its step, and with whom."""

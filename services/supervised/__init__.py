@@ -1,0 +1,1 @@
+"""`offbeat sft`: supervised training with the trainer's own core."""

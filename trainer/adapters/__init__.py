@@ -1,0 +1,1 @@
+"""LoRA: adapters in a model, in a push and on disk."""

@@ -1,0 +1,1 @@
+"""What stops or warns a run."""

@@ -1,0 +1,1 @@
+"""Weights into buckets, and bucket by bucket to the rollout servers."""

@@ -1,0 +1,1 @@
+"""Models and tokenizers that are made on the spot."""

@@ -1,0 +1,1 @@
+"""Supervised training: prompts and responses to learn."""
