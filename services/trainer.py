@@ -272,11 +272,10 @@ class TrainerService(Worker, protos.TrainerServicer):
                 report = await asyncio.shield(self._save_task)  # a caller that gives up stops nothing
                 if report.path and report.step == self.part.step:
                     return self._save_task
-            step = self.part.step
-            fault(self.name, "checkpoint.write", step=step)
-            self._due.saved()
             async with self._still():
-                writing = await self.compute(self.part.save)
+                fault(self.name, "checkpoint.write", step=self.part.step)
+                self._due.saved()
+                step, writing = await self.compute(lambda: (self.part.step, self.part.save()))
             self._save_task = asyncio.create_task(self._written(step, writing), name=f"save-{step}")
             return self._save_task
 

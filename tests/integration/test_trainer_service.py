@@ -96,6 +96,30 @@ async def test_a_checkpoint_is_written_where_its_caller_gives_up(
         assert Path(reply.checkpoint.path).name == "step_0" and not reply.checkpoint.problem
 
 
+@pytest.mark.parametrize("memory", ["snapshot", "streamed"])
+async def test_a_checkpoint_asked_for_during_a_step_is_of_the_step_that_it_holds(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str
+) -> None:
+    begun, gate = threading.Event(), threading.Event()
+    async with trainer(make_config(push={"memory": memory}), tmp_path) as (service, stub):
+        train = service.part.train
+
+        def slow(batch: protos.TrajectoryBatch) -> Any:
+            begun.set()
+            assert gate.wait(20)
+            return train(batch)
+
+        monkeypatch.setattr(service.part, "train", slow)
+        async with talking(stub.Train) as talk:
+            await talk.say(protos.TrainRequest(batch=first_batch()))
+            await until(begun.is_set)
+            asked = asyncio.create_task(service.Save(protos.SaveRequest(), None))
+            await until(lambda: service._saving.locked())
+            gate.set()
+            reply = await asyncio.wait_for(asked, 20)
+    assert (reply.checkpoint.step, Path(reply.checkpoint.path).name) == (1, "step_1")
+
+
 def first_batch() -> protos.TrajectoryBatch:
     ones = np.ones(3, np.int32)
     return protos.TrajectoryBatch(
