@@ -52,7 +52,7 @@ class Learner:
         """Of the newest step: behaviour logprobs beside those of the weights that it began with, by rollout server."""
         self.guards = Guards(config.guards)
         self._scorer = Scorer(self.policy, max_tokens=config.max_tokens_per_microbatch, device=device, ranks=ranks)
-        self.critic = None if critic is None else Critic(critic, config, self._scorer)
+        self.critic = None if critic is None else Critic(critic, config, self._scorer, self.guards)
         self._prepare = Preparation(config, self._scorer, None if self.critic is None else self.critic.values)
         self._offload = Offload(model, self.optimizer, config.offload if ranks.mesh is None else "none")
 

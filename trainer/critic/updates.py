@@ -14,6 +14,7 @@ from trainer.batch import Batch
 from trainer.config import TrainerConfig
 from trainer.configs.critic import CriticConfig
 from trainer.critic.model import ValueModel
+from trainer.guarding.guards import Guards, suspects
 from trainer.losses.types import Denominators
 from trainer.losses.value import value_loss
 from trainer.metrics import StepMetrics, Tally
@@ -30,14 +31,15 @@ from trainer.scoring import Scorer, cut, put
 class Critic:
     """Holds the value model, its optimizer and its place in a schedule of its own."""
 
-    def __init__(self, model: ValueModel, config: TrainerConfig, scorer: Scorer) -> None:
-        """Recomputes, compiles and shards the layers as the policy's are; `scorer` is the policy's."""
+    def __init__(self, model: ValueModel, config: TrainerConfig, scorer: Scorer, guards: Guards) -> None:
+        """Recomputes, compiles and shards the layers as the policy's are; `scorer` and `guards` are the policy's."""
         assert config.critic is not None
         self.model = model
         self.config: CriticConfig = config.critic
         self.position = 0
         """Training steps so far."""
         self._scorer = scorer
+        self._guards = guards
         self._epochs = config.critic.epochs or config.algorithm.epochs
         self._minibatches = config.critic.minibatches or config.algorithm.minibatches
         offload = config.critic.offload or config.offload
@@ -90,13 +92,21 @@ class Critic:
         """One optimizer update on the samples `rows_B`: its gradient norm, and whether it was taken."""
         mask_BR = prepared.batch.mask_BR[rows_B]
         denominators = Denominators.of(mask_BR)
-        loss = torch.zeros((), device=self._scorer.device)
+        loss, parts = torch.zeros((), device=self._scorer.device), []
         for micro in self._scorer.micro_batches(prepared.batch, rows_B[mask_BR.any(-1)]):
-            loss += self._backward(prepared, micro, denominators, tally)
+            part = self._backward(prepared, micro, denominators, tally)
+            loss += part
+            parts.append((micro.rows_B, part))
         with self._offload.moments():
             total = self._scorer.ranks.total(loss)
             limit = self.config.optimizer.max_grad_norm
-            return update(self.optimizer, total, lr=lr, max_grad_norm=limit, ranks=self._scorer.ranks)
+            norm, taken = update(self.optimizer, total, lr=lr, max_grad_norm=limit, ranks=self._scorer.ranks)
+        if taken:
+            self._guards.taken(of="critic")
+        else:
+            suspects_B = suspects(parts, size=prepared.batch.size, ranks=self._scorer.ranks)
+            self._guards.skipped(loss=total, grad_norm=norm, rows_B=rows_B, suspects_B=suspects_B, of="critic")
+        return norm, taken
 
     def _backward(self, prepared: Prepared, micro: MicroBatch, denominators: Denominators, tally: Tally) -> Tensor:
         assert prepared.values_BR is not None

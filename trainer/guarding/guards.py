@@ -1,13 +1,13 @@
 """What may not go on unseen: updates that are left out, with their samples, and figures that cross a threshold.
 
 One step: `begin`, for each update `taken` or `skipped`, at the end `look`. Its findings are then in `skips`, `alarms`
-and `stop_reason`. Dimensions: B samples.
+and `stop_reason`. The policy's updates in a row are counted apart from the critic's. Dimensions: B samples.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from trainer.configs.guards import THRESHOLDS, GuardsConfig
 from trainer.metrics import StepMetrics
 from trainer.parallel import Ranks
 
+Trained = Literal["policy", "critic"]
 NAMED = 16
 """Samples that a sentence names; the step's report has all."""
 
@@ -29,6 +30,7 @@ class Skip:
     suspects: tuple[str, ...]
     """Of these, the ones in micro-batches whose own loss was not finite; none where only the gradient was not."""
     reason: str
+    of: Trained = "policy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,7 @@ class Guards:
         """Of the newest step."""
         self.alarms: list[Alarm] = []
         """Raised in the newest step; one that stays on is not raised again."""
-        self.skips_in_a_row = 0
+        self.skips_in_a_row: dict[Trained, int] = {"policy": 0, "critic": 0}
         self._on: set[str] = set()
         self._samples: Sequence[str] = ()
 
@@ -58,15 +60,18 @@ class Guards:
         """A step begins, whose rows are these samples."""
         self.skips, self.alarms, self._samples = [], [], samples
 
-    def taken(self) -> None:
+    def taken(self, *, of: Trained = "policy") -> None:
         """An update was taken."""
-        self.skips_in_a_row = 0
+        self.skips_in_a_row[of] = 0
 
-    def skipped(self, *, loss: float, grad_norm: float, rows_B: Tensor, suspects_B: Tensor) -> None:
+    def skipped(
+        self, *, loss: float, grad_norm: float, rows_B: Tensor, suspects_B: Tensor, of: Trained = "policy"
+    ) -> None:
         """An update on `rows_B` was left out; the micro-batches of `suspects_B` had no finite loss of their own."""
-        self.skips_in_a_row += 1
+        self.skips_in_a_row[of] += 1
         reason = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {grad_norm}"
-        self.skips.append(Skip(samples=self._keys(rows_B), suspects=self._keys(suspects_B), reason=reason))
+        told = reason if of == "policy" else f"{of}'s {reason}"
+        self.skips.append(Skip(samples=self._keys(rows_B), suspects=self._keys(suspects_B), reason=told, of=of))
 
     def look(self, metrics: Mapping[str, float]) -> StepMetrics:
         """Raises alarms by the step's figures; `alarms` is how many are on. A missing figure changes nothing."""
@@ -86,12 +91,13 @@ class Guards:
     def stop_reason(self) -> str:
         """Why the run may not go on; empty where it may."""
         limit = self.config.max_skips_in_a_row
-        if limit and self.skips_in_a_row >= limit and self.skips:
-            last = self.skips[-1]
-            return (
-                f"{self.skips_in_a_row} updates in a row were left out (trainer.guards.max_skips_in_a_row={limit}): of"
-                f" the last one the {last.reason}, {named(last)}"
-            )
+        for last in reversed(self.skips):
+            count = self.skips_in_a_row[last.of]
+            if limit and count >= limit:
+                return (
+                    f"{count} updates in a row were left out (trainer.guards.max_skips_in_a_row={limit}): of the last"
+                    f" one the {last.reason}, {named(last)}"
+                )
         if self.config.stop_on_alarm and self._on:
             told = ", ".join(f"{name}={getattr(self.config, name):g}" for name in sorted(self._on))
             return f"a figure is out of bounds and trainer.guards.stop_on_alarm is set: {told}"
@@ -99,11 +105,18 @@ class Guards:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, as JSON."""
-        return {"skips_in_a_row": self.skips_in_a_row, "alarms_on": sorted(self._on)}
+        return {
+            "skips_in_a_row": self.skips_in_a_row["policy"],
+            "critic_skips_in_a_row": self.skips_in_a_row["critic"],
+            "alarms_on": sorted(self._on),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where a checkpoint stood; an empty one is a fresh start."""
-        self.skips_in_a_row = int(state.get("skips_in_a_row", 0))
+        self.skips_in_a_row = {
+            "policy": int(state.get("skips_in_a_row", 0)),
+            "critic": int(state.get("critic_skips_in_a_row", 0)),
+        }
         self._on = set(state.get("alarms_on", ()))
 
     def _keys(self, rows_B: Tensor) -> tuple[str, ...]:

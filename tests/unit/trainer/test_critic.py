@@ -18,6 +18,7 @@ from trainer.checkpoints.snapshot import snapshot
 from trainer.checkpoints.store import CheckpointStore
 from trainer.config import AlgorithmConfig, CheckpointConfig, TrainerConfig
 from trainer.configs.critic import CriticConfig
+from trainer.configs.guards import GuardsConfig
 from trainer.configs.section import Section
 from trainer.configs.update import OptimizerConfig
 from trainer.critic.model import ValueModel, load_critic
@@ -207,13 +208,22 @@ def test_the_policy_waits_while_the_critic_warms_up() -> None:
     assert torch.equal(weights(fresh.model), before)
 
 
-def test_a_poisoned_critic_skips_its_updates_and_counts_them() -> None:
-    found = learner()
+@pytest.mark.parametrize("warmup_steps", [0, 9])
+def test_a_poisoned_critic_skips_its_updates_until_the_run_stops(warmup_steps: int) -> None:
+    found = learner(
+        critic={"warmup_steps": warmup_steps}, guards=GuardsConfig(max_skips_in_a_row=2), max_tokens_per_microbatch=1
+    )
     assert found.critic is not None
     with torch.no_grad():
         found.critic.model.head.weight[0, 0] = float("inf")
     told = found.train(trajectories(0), step=0, policy_version=3)
     assert (told["critic_skipped"], told["critic_updates"]) == (1, 0)
+    assert found.guards.skips_in_a_row["critic"] == 1 and found.guards.stop_reason == ""
+    found.train(trajectories(1), step=1, policy_version=3)
+    skip = next(one for one in found.guards.skips if one.of == "critic")
+    assert skip.samples == tuple(one.sample for one in trajectories(1))
+    assert skip.suspects and skip.reason == "critic's loss is nan"
+    assert found.guards.stop_reason.startswith("2 updates in a row were left out")
 
 
 def test_a_resting_critic_lies_in_host_memory_and_comes_back() -> None:

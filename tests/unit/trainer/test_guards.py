@@ -28,9 +28,9 @@ def test_a_skipped_update_is_told_with_its_samples_and_the_suspects() -> None:
         Skip(samples=("0/0", "0/1", "1/1"), suspects=("0/1", "1/1"), reason="loss is nan"),
         Skip(samples=("1/0",), suspects=(), reason="gradient norm is inf"),
     ]
-    assert guards.skips_in_a_row == 2 and guards.stop_reason == ""
+    assert guards.skips_in_a_row["policy"] == 2 and guards.stop_reason == ""
     guards.begin(KEYS)
-    assert guards.skips == [] and guards.skips_in_a_row == 2
+    assert guards.skips == [] and guards.skips_in_a_row["policy"] == 2
 
 
 def test_the_run_stops_after_so_many_in_a_row_over_steps_and_over_a_resume() -> None:
@@ -48,7 +48,28 @@ def test_the_run_stops_after_so_many_in_a_row_over_steps_and_over_a_resume() -> 
         " the micro-batches of samples 0/1, 1/1"
     )
     again.taken()
-    assert again.skips_in_a_row == 0 and again.stop_reason == ""
+    assert again.skips_in_a_row["policy"] == 0 and again.stop_reason == ""
+
+
+def test_the_critics_updates_in_a_row_are_counted_apart_over_steps_and_over_a_resume() -> None:
+    guards, rows = Guards(GuardsConfig(max_skips_in_a_row=2)), torch.tensor([0, 3])
+    for step in range(2):
+        assert guards.stop_reason == ""
+        kept = json.loads(json.dumps(guards.state()))
+        guards = Guards(guards.config)
+        guards.restore(kept)
+        guards.begin(KEYS)
+        guards.skipped(loss=1.0, grad_norm=math.nan, rows_B=rows, suspects_B=NOBODY, of="critic")
+        guards.taken()
+        assert guards.skips_in_a_row == {"policy": 0, "critic": step + 1}
+    assert guards.stop_reason == (
+        "2 updates in a row were left out (trainer.guards.max_skips_in_a_row=2): of the last one the critic's gradient"
+        " norm is nan, of samples 0/0, 1/1"
+    )
+    skip_one(guards)
+    assert "critic's" in guards.stop_reason, "one skip of the policy does not hide the critic's"
+    guards.taken(of="critic")
+    assert guards.stop_reason == "" and guards.skips_in_a_row == {"policy": 1, "critic": 0}
 
 
 def test_many_samples_are_named_in_part_and_zero_never_stops() -> None:
