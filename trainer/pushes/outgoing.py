@@ -26,7 +26,8 @@ EARLIER_SECONDS = 10.0
 
 
 class Outgoing:
-    """The buckets of a model, on its own device. With sharded parameters every trainer rank makes one; rank 0 sends.
+    """The buckets of a model, on its own device. Every trainer rank makes one; rank 0 sends. The others help to gather
+    sharded parameters; where parameters are whole they hold, fill and await nothing.
 
     A snapshot is filled by `pack` and may be sent until the next `pack`, while the parameters change. Streamed buckets
     are filled while they are sent, so the parameters must hold still, and the checksums are known at the end only.
@@ -53,12 +54,13 @@ class Outgoing:
         self.manifest: Manifest = make_manifest(specs, bucket_bytes=bucket_bytes, low_rank=low_rank)
         self.plan = plan_buckets(self.manifest)
         self._sharded = any(is_sharded(tensor) for tensor in tensors.values())
-        self._leads = not self._sharded or dist.get_rank() == 0
+        self._leads = not dist.is_initialized() or dist.get_rank() == 0
+        filled = self.plan if self._leads or self._sharded else ()
         self.buffers: list[Tensor] = [] if streamed or not self._leads else make_buffers(self.plan, device=self.device)
-        places = self.buffers or ring(self.plan, bucket_bytes=bucket_bytes, device=self.device)
+        places = self.buffers or ring(filled, bucket_bytes=bucket_bytes, device=self.device)
         self._fills = [
             Fill(bucket, [tensors[slot.name] for slot in bucket.slots], place, device=self.device)
-            for bucket, place in zip(self.plan, places, strict=True)
+            for bucket, place in zip(filled, places, strict=True)
         ]
         self.checksums: list[int] = []
         self._filling = threading.Lock()
