@@ -22,7 +22,6 @@ from services.pushes.rolling import Rota, merged, roll
 from services.ranks.work import Trained, TrainerWork
 from services.streams import Outbox
 from services.worker import Worker
-from trainer.configs.plugins import PluginError
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -66,10 +65,7 @@ class TrainerService(Worker, protos.TrainerServicer):
 
         self.identity.model_hash = model_fingerprint(self.config.trainer.model)
         self.part = TrainerWork(self.config, self.folder, Orders(seat()))
-        try:
-            self.part.load()
-        except PluginError as error:
-            raise OffbeatError(str(error)) from error
+        self.part.load()
         self.policy_version = self.part.step
         self._due = Due(self.config.trainer.checkpoint)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from services.errors import Broken
+from services.errors import Broken, OffbeatError
 from services.faults import fault
 from services.ranks.work import ordered_work
 from trainer.parallel.orders import Orders
@@ -14,7 +14,8 @@ logger = logging.getLogger(__name__)
 
 
 def follow(place: Seat) -> None:
-    """Returns when rank 0 says leave; Broken for whatever goes wrong, of which rank 0 learns by this process' end."""
+    """Returns when rank 0 says leave. OffbeatError for what cannot be loaded, Broken for whatever else goes wrong;
+    rank 0 learns of it by this process' end."""
     try:
         orders = Orders(place)
         name, payload = orders.take()
@@ -24,6 +25,8 @@ def follow(place: Seat) -> None:
             name, payload = orders.take()
             fault(f"trainer-rank-{place.rank}", f"order.{name}")
             work.obey(name, payload)
+    except OffbeatError:
+        raise
     except Exception as error:
         logger.exception("the rank broke at work")
         raise Broken(f"rank {place.rank}: {type(error).__name__}: {error}") from error

@@ -18,6 +18,8 @@ import protos
 from protos.arrays import from_array
 from services.compose import load_json
 from services.config import Config
+from services.errors import OffbeatError
+from trainer.checkpoints.failure import CheckpointFailed
 
 if TYPE_CHECKING:
     from trainer.batch import Trajectory
@@ -49,12 +51,22 @@ class TrainerWork:
         """Of the weights that the learner holds."""
 
     def load(self) -> None:
-        """Join the other ranks, load and shard the model, go back to the newest whole checkpoint, pack."""
+        """Join the other ranks, load and shard the model, go back to the newest whole checkpoint, pack.
+
+        OffbeatError where config, model, ranks and checkpoint do not fit together: a fresh process would not help.
+        """
+        self._tell("load", json.dumps([self.config.model_dump(mode="json"), str(self.folder)]).encode())
+        try:
+            self._load()
+        except (ValueError, OSError, CheckpointFailed) as error:
+            logger.debug("the trainer cannot be loaded", exc_info=True)
+            raise OffbeatError(str(error) or type(error).__name__) from error
+
+    def _load(self) -> None:
         from services.pushes.reach import reach_of_device
         from trainer.checkpoints.restore import restore
         from trainer.checkpoints.store import CheckpointStore
 
-        self._tell("load", json.dumps([self.config.model_dump(mode="json"), str(self.folder)]).encode())
         self._make_learner()
         folder, config = self.folder / "checkpoints", self.config.trainer.checkpoint
         self.store = CheckpointStore(folder, config, incarnation=os.getpid(), ranks=self.learner.ranks)
@@ -137,7 +149,6 @@ class TrainerWork:
 
     def save(self) -> Future[Path]:
         """Copy the present state to the CPU; a thread of its own writes it. The future may fail by CheckpointFailed."""
-        from trainer.checkpoints.failure import CheckpointFailed
         from trainer.checkpoints.snapshot import snapshot
 
         self._tell("save")
