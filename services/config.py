@@ -16,6 +16,7 @@ from services.configs.evaluation import EvaluationConfig
 from services.configs.launch import FleetMember, LaunchConfig, Section
 from services.configs.models import ReferenceConfig, TinyConfig
 from services.errors import ConfigError
+from services.pushes.dtypes import dtype_problem, held_dtypes
 from trainer.config import ESTIMATOR, TrainerConfig
 from trainer.configs.plugins import declares
 
@@ -86,7 +87,8 @@ class PushConfig(Section):
         " one GPU; gloo: broadcast between hosts; disk: safetensors on a shared path",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="what weights are sent as: the dtype that the engines hold; auto: the trainer's own"
+        default="auto",
+        description="what weights are sent as, which has to be what the engines hold; auto: trainer.dtype",
     )
     bucket_mib: float = Field(default=64.0, gt=0, description="upper bound of a bucket, in MiB")
     memory: Literal["snapshot", "streamed"] = Field(
@@ -229,6 +231,7 @@ class Config(Section):
             *self._critic_problems(batch),
             *(self._rank_problems() if launch.trainer_ranks > 1 else ()),
             *self._teacher_problems(),
+            dtype_problem(held_dtypes(self), push=self.push.dtype, trainer=self.trainer.dtype),
             *self.evaluation.problems(data=self.data, group_size=in_group, num_at_once=2 * largest),
             *(self._time_sharing_problems() if launch.time_sharing else ()),
         ]

@@ -74,5 +74,8 @@ def compose(
         said.append(f"reward.functions={json.dumps([{'target': reward}])}")
     if engine is not None:
         said.append(f"rollout.engine={engine}")
+    # Nothing is pushed here: whatever the engine holds fits.
+    held = [one.partition("=")[2] for one in overrides if one.lstrip("+-").startswith("rollout.dtype=")]
+    said += [f"push.dtype={dtype}" for dtype in held]
     rooms = [f"{room}model={json.dumps(folder)}" for room in ("", "rollout.", "trainer.")]
     return load_config(recipe or "demo", [*said, *overrides, *rooms])

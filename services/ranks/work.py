@@ -63,10 +63,12 @@ class TrainerWork:
             raise OffbeatError(str(error) or type(error).__name__) from error
 
     def _load(self) -> None:
+        from services.pushes.dtypes import check_sent
         from services.pushes.reach import reach_of_device
         from trainer.checkpoints.restore import restore
         from trainer.checkpoints.store import CheckpointStore
 
+        check_sent(self.config)
         self._make_learner()
         folder, config = self.folder / "checkpoints", self.config.trainer.checkpoint
         self.store = CheckpointStore(folder, config, incarnation=os.getpid(), ranks=self.learner.ranks)

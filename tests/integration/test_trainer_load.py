@@ -55,6 +55,11 @@ async def test_a_lora_target_that_does_not_exist_is_told(make_config: MakeConfig
     assert told.startswith("trainer.lora.target_modules: no linear layer is named 'q_prj'; did you mean 'q_proj'?")
 
 
+async def test_engines_that_take_the_checkpoints_own_dtype_are_told(make_config: MakeConfig, tmp_path: Path) -> None:
+    told = await refusal(changed(make_config(), dtype="bfloat16"), tmp_path)
+    assert told.startswith("rollout servers hold float32") and told.endswith("set push.dtype=float32")
+
+
 def test_another_rank_tells_it_too(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A torchrun of one's own, whose number of ranks the config does not know."""
     with socket.socket() as free:
