@@ -1,7 +1,7 @@
 # Every target sets up what it needs: a virtual environment in .venv, once, and again when pyproject.toml or this file changes.
 # vLLM has one of its own, .venv-vllm: its requirements do not go together with everybody's.
 #   make demo                                                   train a small model on this machine's CPU
-#   make test                                                   all tests that need no GPU
+#   make test                                                   the tests that need no GPU; make test-slow: the slowest of them
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu  a torch without CUDA: some 3 GB less to download
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -22,11 +22,12 @@ VLLM_PYTHON := $(VLLM_VENV)/bin/python
 VLLM_READY := $(VLLM_VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo demo-vllm test test-engines check generate baseline compare clean
+.PHONY: help setup setup-vllm demo demo-vllm test test-slow test-engines check generate baseline compare clean
 
 help:
 	@echo "make demo          train a small model on this machine's CPU, under two minutes (ARGS='run.num_steps=100')"
 	@echo "make test          unit, integration and end-to-end tests (ARGS='-k conductor')"
+	@echo "make test-slow     those that take longest: several trainer ranks, benches, distillation"
 	@echo "make setup-vllm    a second environment, .venv-vllm, with vLLM's build for CPUs (3.7 GB)"
 	@echo "make demo-vllm     the demo with vLLM as its engine"
 	@echo "make test-engines  the conformance tests of all engines, vLLM among them"
@@ -74,7 +75,11 @@ demo-vllm: $(READY) $(VLLM_READY)
 
 test: $(READY)
 	@echo "==> pytest"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not gpu and not slow' $(ARGS)
+
+test-slow: $(READY)
+	@echo "==> pytest, the slow ones"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)
 
 test-engines: $(VLLM_READY)
 	@echo "==> pytest tests/engines, in $(VLLM_VENV)"

@@ -30,6 +30,7 @@ def bench(folder: Path, *words: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_our_step_stands_beside_the_bare_loop(folder: Path) -> None:
     profile = folder / "kernels.txt"
     found = bench(folder, "--rows", "ours,ours+proximal,bare", "--profile", str(profile))
@@ -44,6 +45,7 @@ def test_our_step_stands_beside_the_bare_loop(folder: Path) -> None:
     assert titles == ["ours on 1", "ours+proximal on 1", "bare on 1"] and "aten::mm" in profile.read_text()
 
 
+@pytest.mark.slow
 def test_two_ranks_share_a_step_and_learn_as_one(folder: Path) -> None:
     one = bench(folder, "--rows", "ours,bare", "--micro-batches", "4")["gpus"]["1"]
     two = bench(folder, "--rows", "ours,bare", "--gpus", "2")["gpus"]["2"]

@@ -12,6 +12,7 @@ from services.compose import load_config
 from tests.e2e.kit import Run, assert_effectively_once
 
 
+@pytest.mark.slow
 def test_the_student_of_the_recipe_comes_nearer_to_its_teacher(tmp_path: Path) -> None:
     config = load_config("distill_tiny", [f"run.folder={tmp_path}"])
     run = Run(config, config.run_folder, tmp_path / "faults.log").inline()

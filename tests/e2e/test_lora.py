@@ -64,6 +64,7 @@ def test_a_run_with_an_adapter(run_inline: StartRun, model: Path, tmp_path: Path
     assert furthest(run, model, step=2) > 1e-3, "the adapter has moved the samples' logprobs"
 
 
+@pytest.mark.slow
 def test_two_trainer_ranks_push_an_adapter_and_go_on_from_its_checkpoint(
     start: StartRun, model: Path, tmp_path: Path
 ) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.e2e.conftest import StartRun
 from tests.e2e.kit import assert_effectively_once
 
 
+@pytest.mark.slow
 def test_a_killed_rank_takes_the_trainer_down_and_it_goes_on_from_the_last_whole_checkpoint(start: StartRun) -> None:
     fault = "trainer-rank-1:order.save@2=kill"
     run = start("launch.trainer_ranks=2", "run.num_steps=6", "conductor.keep_payload_steps=0", faults=fault)

@@ -18,6 +18,7 @@ from services.commands.export import export_model
 from trainer.checkpoints.search import newest_whole
 from trainer.checkpoints.whole import whole_tensors
 
+pytestmark = pytest.mark.slow
 RANK_CODE = Path(__file__).with_name("checkpoint_rank.py")
 
 

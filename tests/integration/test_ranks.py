@@ -23,6 +23,7 @@ from trainer.supervised.batch import Example
 from trainer.supervised.step import SupervisedLearner
 
 RANK_CODE = Path(__file__).with_name("learner_rank.py")
+SLOW = pytest.mark.slow
 Told = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
 
 
@@ -43,11 +44,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Told:
     return run_ranks(tmp_path_factory.mktemp("alone") / "one", 1)
 
 
-@pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 1), (4, 2), (2, 0)])
+@pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 1), pytest.param(4, 2, marks=SLOW), (2, 0)])
 def test_several_ranks_train_as_one_does(tmp_path: Path, alone: Told, size: int, replicas: int) -> None:
     compare(run_ranks(tmp_path / "many", size, parallel={"replicas": replicas}), alone)
 
 
+@SLOW
 def test_a_step_without_a_gradient_moves_shards_as_it_moves_whole_weights(tmp_path: Path) -> None:
     """All rewards are equal: samples are scored, none has a gradient, and what AdamW still remembers moves the rest."""
     spec = {
@@ -65,6 +67,7 @@ def test_a_step_without_a_gradient_moves_shards_as_it_moves_whole_weights(tmp_pa
     compare(two, one)
 
 
+@SLOW
 def test_two_ranks_train_a_policy_and_its_critic_as_one_does(tmp_path: Path) -> None:
     one, two = (run_ranks(tmp_path / str(size), size, critic=True) for size in (1, 2))
     assert one[1]["head.weight"].any() and one[0][-1]["value_loss"] > 0
