@@ -3,6 +3,9 @@
 import torch
 from torch import nn
 
+GRAPHS = 64
+"""More than there are kinds of calls of one layer."""
+
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
     """The blocks that transformers says must stay whole, in the model's order."""
@@ -20,6 +23,12 @@ def recompute_layers(model: nn.Module, *, share: float) -> None:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Each layer's forward runs compiled. Hooks around it, of FSDP2 and of recomputation, stay as they are."""
+    """Each layer's forward runs compiled. Hooks around it, of FSDP2 and of recomputation, stay as they are.
+
+    All layers share one code object and its graphs: by shapes, with and without gradients. Where these run out a layer
+    runs uncompiled, and what it recomputes in backward no longer fits what its compiled forward has kept.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, GRAPHS)
     for layer in repeated_layers(model):
         layer.forward = torch.compile(layer.forward)
