@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import protos
 from services.records.book import Group, Sample, State
-from services.roster import Member
-from services.stages.station import Station
+from services.stages.station import Asking, Station
 
 FAILURES: dict[int, str] = {
     protos.SCORE_FAILURE_TIMEOUT: "reward_timeout",
@@ -32,7 +31,7 @@ class Judged(Protocol):
         """A generated sample has its reward."""
 
 
-class Judging:
+class Judging(Asking[protos.ScoreRequest, protos.ScoreReply]):
     """The reward services of a run, seen from the conductor."""
 
     def __init__(
@@ -47,36 +46,13 @@ class Judging:
         self.book = book
         self._max_attempts = max_attempts
         self._on_quarantine = on_quarantine
-        self.station: Station[protos.ScoreRequest, protos.ScoreReply] = Station(
+        self.station = Station(
             open_stream=lambda channel: protos.RewardStub(channel).Score(),
             ask=self._request,
             post=post,
             on_reply=self._replied,
             on_end=on_end,
         )
-
-    async def connect(self, member: Member) -> None:
-        await self.station.connect(member)
-
-    async def drop(self, name: str, reason: str) -> None:
-        await self.station.drop(name)
-
-    def in_hand(self, name: str) -> int:
-        return self.station.in_hand(name)
-
-    async def close(self) -> None:
-        await self.station.close()
-
-    def want(self, samples: list[Sample]) -> None:
-        """Ask for the rewards of generated samples."""
-        self.station.want(samples)
-
-    def pump(self) -> None:
-        self.station.pump()
-
-    @property
-    def waiting(self) -> deque[Sample]:
-        return self.station.waiting
 
     def _request(self, items: list[tuple[int, Sample]]) -> protos.ScoreRequest:
         return protos.ScoreRequest(items=[self._item(ticket, sample) for ticket, sample in items])

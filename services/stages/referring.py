@@ -5,19 +5,17 @@ A reference that is down is waited for: a sample without its logprobs is never t
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 import protos
 from services.records.book import Book, Sample, State
-from services.roster import Member
 from services.stages.intake import refuse_reference
-from services.stages.station import Station
+from services.stages.station import Asking, Station
 
 MAX_ATTEMPTS = 3
 
 
-class Referring:
+class Referring(Asking[protos.LogProbRequest, protos.LogProbReply]):
     """The reference services of a run, seen from the conductor."""
 
     def __init__(
@@ -31,36 +29,13 @@ class Referring:
         self.book = book
         self._attempts: dict[tuple[int, int], int] = {}
         self._on_quarantine = on_quarantine
-        self.station: Station[protos.LogProbRequest, protos.LogProbReply] = Station(
+        self.station = Station(
             open_stream=lambda channel: protos.ReferenceStub(channel).LogProbs(),
             ask=self._request,
             post=post,
             on_reply=self._replied,
             on_end=on_end,
         )
-
-    async def connect(self, member: Member) -> None:
-        await self.station.connect(member)
-
-    async def drop(self, name: str, reason: str) -> None:
-        await self.station.drop(name)
-
-    def in_hand(self, name: str) -> int:
-        return self.station.in_hand(name)
-
-    async def close(self) -> None:
-        await self.station.close()
-
-    def want(self, samples: list[Sample]) -> None:
-        """Ask for the reference logprobs of generated samples."""
-        self.station.want(samples)
-
-    def pump(self) -> None:
-        self.station.pump()
-
-    @property
-    def waiting(self) -> deque[Sample]:
-        return self.station.waiting
 
     def _request(self, items: list[tuple[int, Sample]]) -> protos.LogProbRequest:
         return protos.LogProbRequest(items=[item(ticket, sample) for ticket, sample in items])

@@ -137,3 +137,32 @@ class Station(Generic[Request, Reply]):
         tickets = [ticket for ticket, entry in self.open.items() if entry.server == server]
         for ticket in tickets:
             self.waiting.append(self.open.pop(ticket).sample)
+
+
+class Asking(Generic[Request, Reply]):
+    """A stage of the conductor that asks servers of one kind. Subclasses make the station and read its replies."""
+
+    station: Station[Request, Reply]
+
+    async def connect(self, member: Member) -> None:
+        await self.station.connect(member)
+
+    async def drop(self, name: str, reason: str) -> None:
+        await self.station.drop(name)
+
+    def in_hand(self, name: str) -> int:
+        return self.station.in_hand(name)
+
+    async def close(self) -> None:
+        await self.station.close()
+
+    def want(self, samples: list[Sample]) -> None:
+        """Ask about generated samples."""
+        self.station.want(samples)
+
+    def pump(self) -> None:
+        self.station.pump()
+
+    @property
+    def waiting(self) -> deque[Sample]:
+        return self.station.waiting
