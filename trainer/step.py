@@ -17,13 +17,12 @@ from trainer.critic.updates import Critic
 from trainer.guarding.guards import Guards
 from trainer.guarding.mismatch import Mismatch, mismatches
 from trainer.metrics import StepMetrics
-from trainer.model.layers import compile_layers, recompute_layers
-from trainer.model.liger import use_liger
 from trainer.model.offload import Offload
 from trainer.model.policy import Policy
+from trainer.model.ready import make_ready
+from trainer.optimization import Optimization
 from trainer.optimizer import build_optimizer, learning_rate
 from trainer.parallel import ALONE, Ranks
-from trainer.parallel.sharding import shard
 from trainer.preparation import Preparation, Prepared
 from trainer.rewards.kl_control import adapted
 from trainer.scoring import Scorer
@@ -55,6 +54,9 @@ class Learner:
         self.critic = None if critic is None else Critic(critic, config, self._scorer, self.guards)
         self._prepare = Preparation(config, self._scorer, None if self.critic is None else self.critic.values)
         self._offload = Offload(model, self.optimizer, config.offload if ranks.mesh is None else "none")
+        self._optimization = Optimization(
+            self._scorer, self.optimizer, self._offload, self.guards, max_grad_norm=config.optimizer.max_grad_norm
+        )
 
     def train(self, trajectories: Sequence[Trajectory], *, step: int, policy_version: int) -> StepMetrics:
         """Makes `epochs * minibatches` optimizer updates on one batch and gives the step's figures.
@@ -85,7 +87,7 @@ class Learner:
     def _update(self, prepared: Prepared, *, step: int, policy_version: int) -> StepMetrics:
         """The policy's updates and their figures."""
         lr = learning_rate(self.schedule_position, self.config.optimizer)
-        updates = Updates(self.config, self._scorer, self.optimizer, self._offload, prepared, self.guards, step=step)
+        updates = Updates(self.config, self._scorer, self._optimization, prepared, step=step)
         updates.run(lr=lr)
         self.mismatches = mismatches(*updates.differences(), prepared.trajectories, policy_version=policy_version)
         return {"lr": lr} | updates.metrics()
@@ -113,13 +115,5 @@ def prepared_policy(model: nn.Module, config: TrainerConfig, ranks: Ranks) -> tu
         max_logits_mib=config.max_logits_mib,
         compiled=config.compile,
     )
-    if config.liger:
-        use_liger(model)
-    policy.train(config.gradient_checkpointing)
-    if config.gradient_checkpointing:
-        recompute_layers(model, share=config.recomputed_share)
-    if config.compile:
-        compile_layers(model)
-    if ranks.mesh is not None:
-        shard(policy, ranks.mesh, config.parallel, offload=config.offload != "none")
+    make_ready(policy, model, config, ranks, offload=config.offload != "none")
     return policy, device

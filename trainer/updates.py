@@ -13,12 +13,10 @@ from torch import Tensor
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, TrainerConfig
 from trainer.corrections import effective_sample_share
-from trainer.guarding.guards import Guards, suspects
 from trainer.losses import Denominators, LossInputs, LossOptions, learns_without_advantage, loss_of
 from trainer.losses.objective import objective
 from trainer.metrics import StepMetrics, Tally, absolute_differences
-from trainer.model.offload import Offload
-from trainer.optimizer import update
+from trainer.optimization import Optimization, Update
 from trainer.packing import MicroBatch
 from trainer.preparation import Prepared
 from trainer.randomness import step_generator
@@ -32,19 +30,14 @@ class Updates:
         self,
         config: TrainerConfig,
         scorer: Scorer,
-        optimizer: torch.optim.Optimizer,
-        offload: Offload,
+        optimization: Optimization,
         prepared: Prepared,
-        guards: Guards,
         *,
         step: int,
     ) -> None:
         self._algorithm = config.algorithm
-        self._max_grad_norm = config.optimizer.max_grad_norm
         self._scorer = scorer
-        self._optimizer = optimizer
-        self._offload = offload
-        self._guards = guards
+        self._optimization = optimization
         self._policy_loss = loss_of(config.algorithm.loss)
         self._options = loss_options(config.algorithm)
         self._generator = step_generator(config.seed, step)
@@ -58,8 +51,7 @@ class Updates:
         """Logprobs of the first pass over the batch."""
         self._fresh_B = torch.zeros(prepared.batch.size, dtype=torch.bool)
         """Samples whose logprobs were seen before an update had moved the weights."""
-        self._taken: list[tuple[float, bool]] = []
-        """Gradient norm of each update, and whether it was taken."""
+        self._made: list[Update] = []
 
     def run(self, *, lr: float) -> None:
         """All updates, at this learning rate."""
@@ -74,24 +66,16 @@ class Updates:
     def _update(self, rows_B: Tensor, *, lr: float, first_pass: bool) -> None:
         """One optimizer update on the samples `rows_B`; all of them count in the denominators."""
         denominators = Denominators.of(self._batch.mask_BR[rows_B])
-        loss, parts = torch.zeros((), device=self._scorer.device), []
-        for micro in self._scorer.micro_batches(self._batch, rows_B[self._active_B[rows_B]]):
-            part = self._backward(micro, denominators, first_pass=first_pass)
-            loss += part
-            parts.append((micro.rows_B, part))
-        if not self._taken:
+        if not self._made:
             self._fresh_B[rows_B] = True
-        with self._offload.moments():
-            total = self._scorer.ranks.total(loss)
-            norm, taken = update(
-                self._optimizer, total, lr=lr, max_grad_norm=self._max_grad_norm, ranks=self._scorer.ranks
-            )
-        self._taken.append((norm, taken))
-        if taken:
-            self._guards.taken()
-        else:
-            suspects_B = suspects(parts, size=self._batch.size, ranks=self._scorer.ranks)
-            self._guards.skipped(loss=float(total), grad_norm=norm, rows_B=rows_B, suspects_B=suspects_B)
+        made = self._optimization.update(
+            self._batch,
+            rows_B,
+            lambda micro: self._backward(micro, denominators, first_pass=first_pass),
+            computed_B=rows_B[self._active_B[rows_B]],
+            lr=lr,
+        )
+        self._made.append(made)
 
     def _backward(self, micro: MicroBatch, denominators: Denominators, *, first_pass: bool) -> Tensor:
         scores = self._scorer.policy(micro.tokens, entropy="gradient" if self._algorithm.entropy_coef else "detached")
@@ -155,19 +139,19 @@ class Updates:
 
     def metrics(self) -> StepMetrics:
         """Means over updates of loss, its parts and the gradient norm; token means are over the computed tokens."""
-        found = self._tally.result(self._scorer.ranks, updates=len(self._taken))
+        found = self._tally.result(self._scorer.ranks, updates=len(self._made))
         square = found.pop("importance_ratio_square", 0.0)
-        norms, taken = zip(*self._taken, strict=True)
+        taken = sum(made.taken for made in self._made)
         difference_BR, where_BR = self._compared
         return {
             **found,
             **absolute_differences([difference_BR[where_BR]] if where_BR.any() else []),
             "ess": effective_sample_share(mean=found.get("importance_ratio_mean", 0.0), mean_square=square),
-            "grad_norm": sum(norms) / len(norms),
+            "grad_norm": sum(made.grad_norm for made in self._made) / len(self._made),
             "tokens": float(self._batch.mask_BR.sum()),
             "samples_computed": float(self._active_B.sum()),
-            "updates": float(sum(taken)),
-            "skipped": float(len(taken) - sum(taken)),
+            "updates": float(taken),
+            "skipped": float(len(self._made) - taken),
         }
 
 

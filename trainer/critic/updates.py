@@ -14,16 +14,16 @@ from trainer.batch import Batch
 from trainer.config import TrainerConfig
 from trainer.configs.critic import CriticConfig
 from trainer.critic.model import ValueModel
-from trainer.guarding.guards import Guards, suspects
+from trainer.guarding.guards import Guards
 from trainer.losses.types import Denominators
 from trainer.losses.value import value_loss
 from trainer.metrics import StepMetrics, Tally
-from trainer.model.layers import compile_layers, recompute_layers
-from trainer.model.liger import use_liger
 from trainer.model.offload import Offload
-from trainer.optimizer import build_optimizer, learning_rate, update
+from trainer.model.ready import make_ready
+from trainer.optimization import Optimization, Update
+from trainer.optimizer import build_optimizer, learning_rate
 from trainer.packing import MicroBatch
-from trainer.parallel.sharding import reshard, shard
+from trainer.parallel.sharding import reshard
 from trainer.preparation import Prepared
 from trainer.scoring import Scorer, cut, put
 
@@ -39,13 +39,16 @@ class Critic:
         self.position = 0
         """Training steps so far."""
         self._scorer = scorer
-        self._guards = guards
         self._epochs = config.critic.epochs or config.algorithm.epochs
         self._minibatches = config.critic.minibatches or config.algorithm.minibatches
         offload = config.critic.offload or config.offload
-        _prepare(model, config, scorer, offload=offload != "none")
+        make_ready(model, model.body, config, scorer.ranks, offload=offload != "none")
         self.optimizer = build_optimizer(model, config.critic.optimizer)
         self._offload = Offload(model, self.optimizer, offload if scorer.ranks.mesh is None else "none")
+        limit = config.critic.optimizer.max_grad_norm
+        self._optimization = Optimization(
+            scorer, self.optimizer, self._offload, guards, max_grad_norm=limit, of="critic"
+        )
 
     @property
     def warms_up(self) -> bool:
@@ -67,20 +70,19 @@ class Critic:
         """All updates of a step, after which the device has back what `offload` says; the step's figures."""
         assert prepared.values_BR is not None
         lr = learning_rate(self.position, self.config.optimizer)
-        tally, taken, size = Tally(), [], prepared.batch.size
+        tally, made, size = Tally(), [], prepared.batch.size
         for _ in range(self._epochs):
             for rows in np.array_split(np.arange(size), min(self._minibatches, size)):
-                taken.append(self._update(prepared, torch.from_numpy(rows), tally, lr=lr))
+                made.append(self._update(prepared, torch.from_numpy(rows), tally, lr=lr))
         self.position += 1
         self.rest()
-        norms = [norm for norm, _ in taken]
-        skipped = sum(not was_taken for _, was_taken in taken)
+        skipped = sum(not one.taken for one in made)
         return {
-            **tally.result(self._scorer.ranks, updates=len(taken)),
+            **tally.result(self._scorer.ranks, updates=len(made)),
             **return_metrics(prepared.values_BR, prepared.returns_BR, prepared.batch.mask_BR),
-            "critic_grad_norm": sum(norms) / len(norms),
+            "critic_grad_norm": sum(one.grad_norm for one in made) / len(made),
             "critic_lr": lr,
-            "critic_updates": float(len(taken) - skipped),
+            "critic_updates": float(len(made) - skipped),
             "critic_skipped": float(skipped),
         }
 
@@ -88,25 +90,17 @@ class Critic:
         """Give the device back what `offload` says, until the next values."""
         self._offload.leave()
 
-    def _update(self, prepared: Prepared, rows_B: Tensor, tally: Tally, *, lr: float) -> tuple[float, bool]:
-        """One optimizer update on the samples `rows_B`: its gradient norm, and whether it was taken."""
+    def _update(self, prepared: Prepared, rows_B: Tensor, tally: Tally, *, lr: float) -> Update:
+        """One optimizer update on the samples `rows_B`."""
         mask_BR = prepared.batch.mask_BR[rows_B]
         denominators = Denominators.of(mask_BR)
-        loss, parts = torch.zeros((), device=self._scorer.device), []
-        for micro in self._scorer.micro_batches(prepared.batch, rows_B[mask_BR.any(-1)]):
-            part = self._backward(prepared, micro, denominators, tally)
-            loss += part
-            parts.append((micro.rows_B, part))
-        with self._offload.moments():
-            total = self._scorer.ranks.total(loss)
-            limit = self.config.optimizer.max_grad_norm
-            norm, taken = update(self.optimizer, total, lr=lr, max_grad_norm=limit, ranks=self._scorer.ranks)
-        if taken:
-            self._guards.taken(of="critic")
-        else:
-            suspects_B = suspects(parts, size=prepared.batch.size, ranks=self._scorer.ranks)
-            self._guards.skipped(loss=total, grad_norm=norm, rows_B=rows_B, suspects_B=suspects_B, of="critic")
-        return norm, taken
+        return self._optimization.update(
+            prepared.batch,
+            rows_B,
+            lambda micro: self._backward(prepared, micro, denominators, tally),
+            computed_B=rows_B[mask_BR.any(-1)],
+            lr=lr,
+        )
 
     def _backward(self, prepared: Prepared, micro: MicroBatch, denominators: Denominators, tally: Tally) -> Tensor:
         assert prepared.values_BR is not None
@@ -140,15 +134,3 @@ def return_metrics(values_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor) -> St
     error_BR = returns_BR - values_BR
     left = masked_mean((error_BR - masked_mean(error_BR, mask_BR)).square(), mask_BR)
     return {**told, "explained_variance": 1.0 - float(left / variance)}
-
-
-def _prepare(model: ValueModel, config: TrainerConfig, scorer: Scorer, *, offload: bool) -> None:
-    if config.liger:
-        use_liger(model.body)
-    model.train(config.gradient_checkpointing)
-    if config.gradient_checkpointing:
-        recompute_layers(model.body, share=config.recomputed_share)
-    if config.compile:
-        compile_layers(model.body)
-    if scorer.ranks.mesh is not None:
-        shard(model, scorer.ranks.mesh, config.parallel, offload=offload)

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainer.batch import Batch
-from trainer.guarding.guards import suspects
 from trainer.metrics import StepMetrics
-from trainer.optimizer import learning_rate, update
+from trainer.optimizer import learning_rate
 from trainer.packing import MicroBatch
 from trainer.parallel.sharding import reshard
 from trainer.step import Learner
@@ -33,36 +31,21 @@ class SupervisedLearner(Learner):
         self._offload.bring_weights()
         self.guards.begin([one.key for one in examples])
         batch, lr = collate_examples(examples), learning_rate(self.schedule_position, self.config.optimizer)
-        loss, norm, taken = self._learn(batch, lr=lr)
+        rows_B, tokens = torch.arange(batch.size), float(batch.mask_BR.sum())
+        made = self._optimization.update(
+            batch, rows_B, lambda micro: self._backward(micro, tokens), computed_B=rows_B, lr=lr
+        )
         self.schedule_position += 1
         metrics = {
-            "loss": loss,
+            "loss": made.loss,
             "lr": lr,
-            "grad_norm": norm,
+            "grad_norm": made.grad_norm,
             "samples": float(batch.size),
             "tokens": float(batch.lengths_B.sum()),
-            "response_tokens": float(batch.mask_BR.sum()),
-            "skipped": float(not taken),
+            "response_tokens": tokens,
+            "skipped": float(not made.taken),
         }
         return metrics | self.guards.look(metrics)
-
-    def _learn(self, batch: Batch, *, lr: float) -> tuple[float, float, bool]:
-        """Loss, gradient norm, and whether the update was taken."""
-        rows_B, tokens = torch.arange(batch.size), float(batch.mask_BR.sum())
-        loss, parts = torch.zeros((), dtype=torch.float64, device=self._scorer.device), []
-        for micro in self._scorer.micro_batches(batch, rows_B):
-            parts.append((micro.rows_B, self._backward(micro, tokens)))
-            loss += parts[-1][1]
-        with self._offload.moments():
-            total = self.ranks.total(loss)
-            limit = self.config.optimizer.max_grad_norm
-            norm, taken = update(self.optimizer, total, lr=lr, max_grad_norm=limit, ranks=self.ranks)
-        if taken:
-            self.guards.taken()
-        else:
-            suspects_B = suspects(parts, size=batch.size, ranks=self.ranks)
-            self.guards.skipped(loss=total, grad_norm=norm, rows_B=rows_B, suspects_B=suspects_B)
-        return total, norm, taken
 
     def _backward(self, micro: MicroBatch, tokens: float) -> Tensor:
         """This micro-batch's part of the loss; without rows 0, for the other ranks wait in backward."""
