@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from trainer.batch import Trajectory
+from tests.unit.trainer.scenes import train
 from trainer.checkpoints.failure import CheckpointFailed
 from trainer.checkpoints.restore import Restored, restore
 from trainer.checkpoints.snapshot import snapshot
@@ -43,24 +43,6 @@ def make_learner(start: Path) -> Learner:
         model=str(start), device="cpu", optimizer=OptimizerConfig(lr=1e-2, schedule="linear", total_steps=9)
     )
     return Learner(load_model(str(start), dtype="float32", attn_implementation="sdpa", device="cpu"), config)
-
-
-def train(learner: Learner, step: int) -> dict[str, float]:
-    draw = np.random.default_rng(step)
-    batch = [
-        Trajectory(
-            sample=str(index),
-            group=index // 4,
-            prompt_ids=draw.integers(0, 11, 3).astype(np.int32),
-            response_ids=draw.integers(0, 11, 3).astype(np.int32),
-            behaviour_logprobs=np.full(3, -2.4, np.float32),
-            reward=float(draw.random()),
-            spans=((step, 3),),
-            stop_reason="stop",
-        )
-        for index in range(8)
-    ]
-    return learner.train(batch, step=step, policy_version=step)
 
 
 def store(folder: Path, *, keep_last: int = 3, keep_every: int = 0, incarnation: int = 1) -> CheckpointStore:

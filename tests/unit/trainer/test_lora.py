@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from protos.tensors import named_views
+from tests.unit.trainer.scenes import SHAPE
 from trainer.adapters.lora import (
     adapter_off,
     adapter_weights,
@@ -23,19 +24,9 @@ from trainer.adapters.push import outgoing_of
 from trainer.configs.lora import LoraConfig
 from trainer.configs.update import OptimizerConfig
 from trainer.optimizer import build_optimizer
-from trainer.small.tiny import TinyShape, make_tiny_qwen3
+from trainer.small.tiny import make_tiny_qwen3
 
 torch.set_num_threads(1)
-SHAPE = TinyShape(
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=2,
-    num_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    max_positions=32,
-    initializer_range=0.3,
-)
 TOKENS = torch.tensor([[1, 2, 3, 4, 5]])
 
 

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
@@ -15,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from protos.tensors import named_views
 from services.commands.export import export_model
+from tests.unit.trainer.scenes import SHAPE, train
 from trainer.adapters.lora import attach_adapter
 from trainer.adapters.push import outgoing_of
-from trainer.batch import Trajectory
 from trainer.checkpoints.failure import CheckpointFailed
 from trainer.checkpoints.restore import restore
 from trainer.checkpoints.snapshot import snapshot
@@ -26,20 +25,10 @@ from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.configs.lora import LoraConfig
 from trainer.configs.update import OptimizerConfig
 from trainer.model.load import load_model, model_fingerprint
-from trainer.small.tiny import TinyShape, make_tiny_qwen3
+from trainer.small.tiny import make_tiny_qwen3
 from trainer.step import Learner
 
 torch.set_num_threads(1)
-SHAPE = TinyShape(
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=2,
-    num_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    max_positions=32,
-    initializer_range=0.3,
-)
 LORA = LoraConfig(rank=3, alpha=6, rslora=True, target_modules=("q_proj", "o_proj", "up_proj"))
 
 
@@ -54,24 +43,6 @@ def make_learner(start: Path, lora: LoraConfig | None = LORA) -> Learner:
     if lora is not None:
         attach_adapter(model, lora, base_model=str(start))
     return Learner(model, config)
-
-
-def train(learner: Learner, step: int) -> dict[str, float]:
-    draw = np.random.default_rng(step)
-    batch = [
-        Trajectory(
-            sample=str(index),
-            group=index // 4,
-            prompt_ids=draw.integers(0, 11, 3).astype(np.int32),
-            response_ids=draw.integers(0, 11, 3).astype(np.int32),
-            behaviour_logprobs=np.full(3, -2.4, np.float32),
-            reward=float(draw.random()),
-            spans=((step, 3),),
-            stop_reason="stop",
-        )
-        for index in range(8)
-    ]
-    return learner.train(batch, step=step, policy_version=step)
 
 
 def written(learner: Learner, folder: Path, *, step: int) -> Path:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.trainer.scenes import SHAPE
 from trainer.adapters.lora import attach_adapter
 from trainer.batch import Trajectory
 from trainer.config import AlgorithmConfig, TrainerConfig
@@ -15,20 +16,10 @@ from trainer.configs.lora import LoraConfig
 from trainer.configs.update import OptimizerConfig
 from trainer.model.load import load_model
 from trainer.reference import ReferencePolicy
-from trainer.small.tiny import TinyShape, make_tiny_qwen3
+from trainer.small.tiny import make_tiny_qwen3
 from trainer.step import Learner
 
 torch.set_num_threads(1)
-SHAPE = TinyShape(
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=2,
-    num_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    max_positions=32,
-    initializer_range=0.3,
-)
 
 
 @pytest.fixture(scope="module")
